@@ -126,7 +126,7 @@ def test_inputs_without_tensors_are_split_by_samples():
 
 
 def test_if_not_one_sample_fits_that_is_an_error():
-    with pytest.raises(RuntimeError, match='nothing is left that needs less'): fit_texts(0, split_auto())
+    with pytest.raises(RuntimeError, match='there is no way left to use less'): fit_texts(0, split_auto())
 
 
 # A real allocator

@@ -356,7 +356,7 @@ UNFIT = RuntimeError('cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. Non-contiguous?')
 @each_auto
 def test_the_error_of_a_single_sample_names_the_one_that_led_to_it(saver):
     learn = make_learner(32, m=fails(UNFIT), cbs=saver())
-    with pytest.raises(RuntimeError, match='nothing is left that needs less: use smaller inputs') as e: fit(learn, 1)
+    with pytest.raises(RuntimeError, match='there is no way left to use less: use smaller inputs') as e: fit(learn, 1)
     assert e.value.__cause__ is UNFIT
     assert_same_weights(learn, model())
 

@@ -65,9 +65,8 @@ def check_samples_first(b, n:int, samples:int):
     many rows as samples, but the second dimension of every tensor has that size. For example, with 4 `samples`, tensors
     of shapes (12, 4) and (12, 4, 300): splitting the 12 rows would cut each sample into pieces. In tensors of shape
     (4, 4), the first dimension is taken for the samples"""
-    if n == samples: return
-    have_samples_second = [o.shape[1:2] == (samples,) for o in tensors_in(b)]
-    if not all(have_samples_second): return
+    second_dims = {o.shape[1:2] for o in tensors_in(b)}  # {(4,)} if the second dimension of every tensor is 4
+    if n == samples or second_dims != {(samples,)}: return
     raise ValueError(f"cannot split tensors of {n} rows in a batch of {samples} samples: put the samples first, not "
                      "time, or leave micro_batch_size out")
 

@@ -143,6 +143,6 @@ def use_less_memory(
 ):
     "Makes the first saver that can use less memory do so. Raises RuntimeError if no saver can"
     if any(o.reduce_memory(loop) for o in adapting): return
-    raise RuntimeError("memory runs out, and nothing is left that needs less: use smaller inputs, a smaller model, "
+    raise RuntimeError("memory runs out, and there is no way left to use less: use smaller inputs, a smaller model, "
                        "mixed precision, GradientAccumulation(micro_batch_size='auto') or "
                        "ActivationCheckpointing(blocks=...)") from error

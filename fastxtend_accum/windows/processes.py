@@ -38,10 +38,10 @@ def group_of(model): return getattr(model, 'process_group', None)
 
 def n_processes(learn)->int:
     "Returns how many processes train the model of `learn` together, at least 1"
-    # fastai's DistributedTrainer wraps the model when the fit begins. It may also train in one process, without a group
-    wraps_model = running_callbacks(learn, 'fastai.distributed', 'DistributedTrainer')
-    is_distributed = averages_gradients(learn.model) or wraps_model
-    if not is_distributed or not dist.is_initialized(): return 1
+    if not dist.is_initialized(): return 1  # a DistributedTrainer may train in one process, without a group
+    # fastai's DistributedTrainer wraps the model when the fit begins
+    trainers = running_callbacks(learn, 'fastai.distributed', 'DistributedTrainer')
+    if not trainers and not averages_gradients(learn.model): return 1
     return dist.get_world_size(group_of(learn.model))
 
 # %% ../../nbs/windows/07_processes.ipynb #d94da8be
