@@ -44,6 +44,8 @@ class AutoResume(WindowCallback):
         every = 1 if self.every is None else self.every
         if every < 1 or every%1:
             raise ValueError(f'every must be a whole number of steps, not {every}: pass a number such as 100')
+        if not Path(self.fname).name:  # the folder of the user's own models
+            raise ValueError(f"fname must be the name of a folder, not {self.fname!r}: pass a name such as 'resume'")
         if not self.minutes > 0:  # NaN, too
             raise ValueError(f'minutes must be above 0, not {self.minutes}: pass a number such as 5')
         check_flags(restart=self.restart, verbose=self.verbose)
@@ -73,7 +75,7 @@ def start(self:AutoResume)->SavedFit:
 
 @patch
 def before_train(self:AutoResume):
-    """Lets the loop save, and goes to the place of the file in the epoch where the fit was saved. Raises ValueError if
+    """Lets the loop save. In the epoch in which the fit was saved, goes to the place in the file. Raises ValueError if
     `start` was not called for this callback"""
     WindowCallback.before_train(self)
     if not self.learn or is_finding_rate(self.learn): return  # it was removed, or this is not a fit

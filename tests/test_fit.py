@@ -53,7 +53,7 @@ def test_a_later_save_that_is_impossible_is_a_warning(monkeypatch):
         write(self, o, file)
     monkeypatch.setattr(Graph, 'write', fail)
     new_process(seed=1)
-    with pytest.warns(UserWarning, match='no space left.*a kill would lose'): learn = train(learner())
+    with pytest.warns(UserWarning, match='no space left.*since the last save is lost'): learn = train(learner())
     assert_same_end(learn, expected)
 
 

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from common import *
 from fastxtend_accum.resuming.graph import Graph, moved, root_of
-from resume_layouts import fastai_data, make, mlp, samples, with_valid
+from resume_layouts import WIDTH, fastai_data, make, mlp, samples, with_valid
 from resumed import Stops, assert_goes_on, learner, new_process, steps, train
 
 SITUATIONS = {}
@@ -79,11 +79,14 @@ class Seen:
     def __init__(self, mean): self.mean = mean
 
 
+class Newest(collections.deque): pass
+
+
 class Recent(Callback):
     "Multiplies inputs by what an object with slots, a deque and a defaultdict have counted"
     def __init__(self):
         self.total = Total()
-        self.recent = collections.deque(maxlen=3)
+        self.recent = Newest(maxlen=3)
         self.counts = defaultdict(int)
 
     def before_batch(self):
@@ -117,6 +120,18 @@ class Marked(Callback):
 
 @situation
 def tensors_of_all_kinds(): return train(learner(Marked()))
+
+
+class ChangesInputs(Callback):
+    "By two models in a list, each of which has a second layer"
+    def __init__(self): self.nets = [nn.Sequential(nn.Linear(WIDTH, WIDTH), act) for act in (nn.ReLU(), nn.Tanh())]
+
+    def before_batch(self):
+        with torch.no_grad(): self.learn.xb = (self.x+sum(net(self.x) for net in self.nets),)
+
+
+@situation
+def models_in_a_list(): return train(learner(ChangesInputs()))
 
 
 class TwoOfAKind(Callback):
@@ -170,6 +185,18 @@ def loss_with_memory():
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # a loss that is no mean of its samples
         return train(learner(loss_func=Remembering()))
+
+
+class Moves(Callback):
+    def __init__(self, weight): self.weights = [weight]
+    def after_step(self): self.weights[0].data += .01
+
+
+@situation
+def weight_in_a_closure():
+    scale = nn.Parameter(torch.ones(1))
+    def scaled_loss(pred, targ): return F.mse_loss(pred*scale.detach(), targ)
+    return train(learner(Moves(scale), loss_func=scaled_loss))
 
 
 class Adds:

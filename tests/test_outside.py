@@ -27,6 +27,18 @@ def test_the_table_of_epochs_is_whole(append):
     assert rows() == earlier+expected
 
 
+def test_a_row_has_no_time_if_the_recorder_adds_none():
+    def script():
+        learn = learner(CSVLogger())
+        learn.recorder.add_time = False
+        return train(learn)
+    whole(script)
+    expected = Path('history.csv').read_text()
+    stop(script, at=30)
+    script()
+    assert Path('history.csv').read_text() == expected
+
+
 @pytest.mark.long
 def test_the_row_of_an_epoch_that_ends_the_fit_is_kept():
     "EarlyStoppingCallback cancels the fit once the epoch has been logged"

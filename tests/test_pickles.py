@@ -64,6 +64,15 @@ def test_an_array_of_the_data_is_kept_unless_it_is_large(graph):
     assert Digest(graph, np.zeros(500_000), is_data=True).not_kept == 'it is large'
 
 
+@pytest.mark.parametrize('kind', [int, np.int64])
+def test_an_order_of_the_data_is_kept_whatever_its_length(graph, kind):
+    order = [kind(i) for i in range(2000)]
+    digest = Digest(graph, order, is_data=True)
+    order[1], order[2] = order[2], order[1]
+    assert digest.not_kept is None
+    assert Digest(graph, order, is_data=True).value != digest.value
+
+
 def test_a_file_cannot_name_an_array_that_writes_a_file(graph):
     with pytest.raises(pickle.UnpicklingError, match='cannot name numpy.memmap'): graph.find_class('numpy', 'memmap')
 

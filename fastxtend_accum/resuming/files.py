@@ -66,7 +66,8 @@ class Folder:
         """Goes on with the number of fits that the killed process had begun. For example, a callback trains another
         Learner in each epoch: fit 0 continues in its third epoch, without fits 1 and 2 of the epochs before. The next
         one must not be number 1, or it would continue from the file of a fit that has ended"""
-        self.n_begun = n_begun
+        # Not less: after an error, a Learner goes on in the same process, in which others may have begun fits since
+        self.n_begun = max(self.n_begun, n_begun)
 
     def end(self, learn):
         "Records that the Learner's fit has ended without an error"
@@ -78,8 +79,8 @@ class Folder:
         "Makes the folder, and locks it until the process ends. Raises an error if another process has fits here"
         self.path.mkdir(parents=True, exist_ok=True)
         try:
-            # Until the process ends: a job that begins later must not mistake a finished fit for its own. Workers of a
-            # process that was killed hold its lock for some seconds
+            # The process holds the lock until it ends: a later job must not mistake a finished fit for its own. Workers
+            # of a process that was killed hold its lock for some seconds
             self.lock.acquire(timeout=10)
         except Timeout as e:
             raise RuntimeError(f'another process has fits in {self.path}: pass AutoResume(fname=...), or end that '
@@ -92,7 +93,7 @@ def has_error()->bool:
 
 @atexit.register
 def remove_files_at_exit():
-    """Removes the files if the script is done: its last fit has ended, and no error came after that. If it is run
+    """Removes the files if the script is done: its last fit has ended, and no error has occurred since. If it is run
     again, it then begins with its first fit. Otherwise the files stay, and it continues. In a notebook, an error in an
     earlier cell sets `has_error()` for good, so that a later one cannot be seen, and the files are removed"""
     for folder in folders.values():

@@ -55,14 +55,16 @@ class SavedFit:
         self.at_epoch = None  # the state when the present epoch began, see `run`
         self.reader = None  # the Reader of the present epoch, from `begin_training`
         self.trained = None  # a content for the file, from the last window of an epoch to its end, see `keep_trained`
-        self.next_save = 0  # when `save_if_due` saves again, by `clock`; 0 until the first save
+        self.next_save = 0  # when `save_if_due` saves again, by `clock`; 0: at once
+        self.has_saved = False  # whether the first save, which is read back, has succeeded
 
     def run(self):
         "Takes the place of `Learner._do_fit`, but begins in the epoch where the fit was saved"
         learn = self.learn
         for epoch in range(self.begin(), learn.n_epoch):
             learn.epoch = epoch
-            # For the file, since a process that continues lets callbacks begin the epoch again
+            # For the file, since a process that continues lets callbacks begin the epoch again. Without weights: nothing
+            # is trained before `begin_training`, which restores those of mid-epoch
             self.at_epoch = self.graph.state()['rest']
             self.trained = None
             learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
@@ -74,8 +76,9 @@ def begin_training(self:SavedFit):
     between windows. If the fit was saved in this epoch, the Reader first reads the batches of the epoch again from the
     first one, with the state that they had then; only afterwards is the state in mid-epoch restored"""
     loop = self.leader.loop
-    has_ended,place = self.found['reader'] if self.found else (False,None)
-    self.reader = Reader(loop.batches.dl, loop.batches.n_loaded, has_ended, place)
+    has_ended,position = self.found['reader'] if self.found else (False,None)
+    # The leader has gone to the place in the file: `n_loaded` is the number of batches that the killed process had read
+    self.reader = Reader(loop.batches.dl, loop.batches.n_loaded, has_ended, position)
     if self.found:
         self.restore()
         self.found = None
@@ -138,19 +141,21 @@ def save_trained(self:SavedFit):
 @patch
 def save(self:SavedFit, place:dict|None):
     "Saves the state at a `place`. Raises OSError if the first save is impossible, and warns if a later one is"
-    try: self.write(self.content(place))
+    try:
+        self.write(self.content(place))
+        self.has_saved = True
     except Exception as e:
         reason = e.__context__ or e  # PyTorch hides that a disk is full, for example
         text = f'AutoResume cannot save {self.path}: {reason}'
-        if not self.next_save: raise OSError(text) from e
-        warn_user(f'{text}; a kill would lose everything since the last save')
+        if not self.has_saved: raise OSError(text) from e
+        warn_user(f'{text}; if the process is killed, everything since the last save is lost')
 
 @patch
 def write(self:SavedFit, content:dict):
     "Process 0 writes the file for all. It reads the first one back, because what cannot be read is an error"
     if self.rank > 0: return
     with whole_file(self.path) as f: self.graph.write(content, f)
-    if self.next_save: return
+    if self.has_saved: return
     self.graph.read(read_file(self.path))
     for own in content['processes']: self.graph.read(own['rest'])
 
@@ -224,7 +229,8 @@ def restore(self:SavedFit):
     found = self.found
     self.graph.restore(found['rest'], found['weights'])
     now = self.graph.state()['digests']
-    # Attributes that the saved fit had deleted; or had not made yet, if the Learner goes on after an error
+    # Attributes that the saved fit had deleted; or had not made yet, if the Learner goes on after an error. `now` has
+    # only those that a file can keep: one that the file neither has nor names as lost did not exist then
     added = now.keys()-found['digests']-found['lost'].keys()
     self.graph.delete(added)
     differ = [part for part,digest in found['digests'].items() if now.get(part) != digest]

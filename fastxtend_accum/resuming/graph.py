@@ -74,12 +74,13 @@ class Graph:
 
     def add(self, place:str, o):
         """Adds an object that was found at a `place`, a path, unless the object has a path already. Its path is the
-        place, with a number if other objects were found there before, as in a list: 'cb.items', 'cb.items.1'. Its parts
-        are searched later. A model comes with its layers and weights, a function with the variables of its closure"""
+        place, with a number if other objects were found there before, as in a list: 'cb.items', 'cb.items[1]'. Its
+        parts are searched later. A model comes with its layers and weights, a function with the variables of its
+        closure"""
         if id(o) in self.paths: return
         n = self.n_found[place]
         self.n_found[place] += 1
-        path = f'{place}.{n}' if n else place
+        path = f'{place}[{n}]' if n else place  # not 'cb.nets.1', which may be layer 1 of the net at 'cb.nets'
         self.objects[path] = o
         self.paths[id(o)] = path
         self.waiting.append(path)
@@ -172,8 +173,9 @@ class Search(Digest):
         path,name = self.part
         if isinstance(o, Tensor):
             is_result = not o.is_leaf  # of a computation, such as a loss that a callback keeps: it is computed anew
-            part_is_content = not name  # the part is the content of a tensor, which has a path already
-            return not is_result and not part_is_content and not is_data(path)  # tensors of the data are made anew
+            # `content_of` has made it, such as the values of a tensor, which has a path itself
+            is_made = not name and not isinstance(self.graph.objects[path], holders)
+            return not is_result and not is_made and not is_data(path)  # tensors of the data are made anew
         is_iterator = hasattr(type(o), '__next__')
         return not is_iterator and not is_value(o) and name_of(o) is None
 

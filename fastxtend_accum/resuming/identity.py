@@ -14,7 +14,7 @@ from .graph import Graph,place_of
 from .parts import generators,is_window_callback
 
 # %% auto #0
-__all__ = ['settings_of', 'check_same', 'prefix_of', 'text_of', 'is_never_compared', 'may_differ']
+__all__ = ['settings_of', 'check_same', 'text_of', 'is_never_compared', 'may_differ']
 
 # %% ../../nbs/resuming/04_identity.ipynb #43fa87b6
 def settings_of(learn)->dict:
@@ -38,16 +38,19 @@ def check_same(
     digests:dict, # Its digests when it was saved
     file:Path, # Its file
 ):
-    """Raises ValueError if a part differs between the beginnings of both fits, or warns if it may differ. A part that
+    """Raises ValueError if a part differs between the starts of the two fits, or warns if it may differ. A part that
     the saved fit has changed since is not compared, nor anything inside it, because its value comes from the file: for
     example, a list of losses, which is empty in a new process, but not if the same Learner goes on after Ctrl-C"""
     # Settings, and parts that the file could not keep, have no digest when it was saved: they count as unchanged
-    changed = [prefix_of(part) for part,then in begun.items() if digests.get(part, then) != then]
+    changed = []
+    for part,then in begun.items():
+        # What is inside 'cb.items' is at 'cb.items.name' or 'cb.items[1].name'
+        if digests.get(part, then) != then: changed += [place_of(part)+'.', place_of(part)+'[']
     errors = []
     for part,then in begun.items():
         now = graph.begun.get(part)
         if now == then or part in _of_settings: continue
-        if prefix_of(part).startswith(tuple(changed)): continue
+        if (place_of(part)+'.').startswith(tuple(changed)): continue
         path,name = part
         o = graph.objects.get(path)
         if is_never_compared(o, name): continue
@@ -63,10 +66,6 @@ def check_same(
                          "over, or another fname")
 
 # %% ../../nbs/resuming/04_identity.ipynb #6c2e91d4
-def prefix_of(part:tuple)->str:
-    "Returns how the prefix of any part inside begins: 'cb.losses.n.' is inside 'cb.losses.', but 'cb.losses_n.' is not"
-    return place_of(part)+'.'
-
 def text_of(part:tuple)->str:
     "Returns a part as users write it"
     return place_of(part).replace('..', '.').strip('.')
@@ -81,9 +80,11 @@ def is_never_compared(o, name:str)->bool:
     return isinstance(o, nn.Module) and isinstance(vars(o).get(name), Tensor)
 
 def may_differ(o, name:str, digest)->bool:
-    """Returns whether the fit takes an attribute of `o` from the file if it differs: a number or a string of a
-    callback, other than those of this package; of a random transform, whose attributes are drawn for each batch; or the
-    number of a DataLoader's workers, whose default is the machine's number of CPUs"""
+    """Returns whether an attribute of `o` may differ; its value then comes from the file. It may if it is
+
+    - a number or a string of a callback, unless the callback belongs to this package
+    - an attribute of a random transform, which is drawn for each batch
+    - the number of a DataLoader's workers, whose default is the machine's number of CPUs"""
     if name in ('num_workers','prefetch_factor') or isinstance_str(o, 'RandTransform'):
         return True
     is_other_callback = isinstance(o, Callback) and not is_window_callback(o)

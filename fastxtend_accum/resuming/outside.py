@@ -1,4 +1,4 @@
-"""What loggers have outside of the process: files and runs
+"""What loggers keep outside the process: files and runs
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/outside.html.md"""
 
@@ -54,4 +54,5 @@ def restore_rows(learn, sizes:list):
     if bar: bar.update(0)  # fastprogress cannot show a row before its first update
     # `learn.logger` writes a row to the file, or to the table of the progress bar
     for rec in learn._grab_cbs(Recorder):
-        for epoch,values in enumerate(rec.values): learn.logger(L(epoch, *values, ''))
+        time = [''] if rec.add_time else []
+        for epoch,values in enumerate(rec.values): learn.logger(L(epoch, *values, *time))

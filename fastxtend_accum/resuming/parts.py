@@ -7,7 +7,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/parts.html.md""
 # %% ../../nbs/resuming/00_parts.ipynb #8eaf3e3d
 from __future__ import annotations
 from argparse import Namespace
-from collections import UserDict,UserList
+from collections import UserDict,UserList,deque
 
 from fastai.basics import *
 from torch.utils.hooks import RemovableHandle
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ..windows.state import random_states,restore_value,set_random_states
 
 # %% auto #0
-__all__ = ['generators', 'with_attributes', 'SharedGenerators', 'library_of', 'is_of_python', 'is_window_callback',
+__all__ = ['generators', 'with_attributes', 'holders', 'SharedGenerators', 'library_of', 'is_of_python', 'is_window_callback',
            'has_no_state', 'hooks_of', 'data_of', 'attributes_of', 'content_of', 'set_content', 'set_tensor']
 
 # %% ../../nbs/resuming/00_parts.ipynb #75851d9e
@@ -101,6 +101,9 @@ def attributes_of(o)->dict:
 # %% ../../nbs/resuming/00_parts.ipynb #639ca9b9
 # Content
 
+# Objects whose content is other objects: a variable of a closure, and what derives from a container
+holders = types.CellType,dict,list,deque
+
 def content_of(o):
     """Returns the state of an object that is in none of its attributes, for `set_content`; None if there is none:
 
@@ -108,7 +111,7 @@ def content_of(o):
     - a random generator: its state
     - a variable of a function's closure: its value, in a tuple, since it may be None
     - the Recorder: its losses
-    - a dict or a list: its items"""
+    - a dict, a list or a deque: its items"""
     if isinstance(o, Tensor):
         # Between windows gradients are zeros or None. These differ: an optimizer moves a weight whose gradient is 0 by
         # momentum and weight decay, and leaves a weight without a gradient alone. Zeros would make files larger
@@ -130,6 +133,8 @@ def content_of(o):
         return dict(o)
     if isinstance(o, list):
         return list.copy(o)
+    if isinstance(o, deque):
+        return list(o)
     return None
 
 def set_content(o, content):
@@ -143,11 +148,12 @@ def set_content(o, content):
         o.cell_contents, = content
     elif isinstance(o, Recorder):
         o.losses = list(content)
-    elif isinstance(o, list):
-        o[:] = content
-    else:
+    elif isinstance(o, dict):
         o.clear()
         o.update(content)
+    else:
+        o.clear()
+        o.extend(content)
 
 # %% ../../nbs/resuming/00_parts.ipynb #79eec1a6
 def set_tensor(o:Tensor, values:Tensor, requires_grad:bool, grad:Tensor|str|None):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from _thread import LockType,RLock
 from collections import Counter,OrderedDict,deque
 from functools import _lru_cache_wrapper
-from numbers import Number
+from numbers import Integral,Number
 from pathlib import PurePath
 import copyreg,io,pickle,zlib
 
@@ -28,7 +28,7 @@ __all__ = ['allowed', 'LONG', 'LARGE', 'SAMPLE', 'name_of', 'full_name', 'is_val
 _plain = type(None),bool,int,float,str
 _containers = tuple,list,dict,set,frozenset,deque,OrderedDict,defaultdict,Counter,partial
 _values = Number,str,bytes,tuple,PurePath,np.generic,np.ndarray,np.dtype,torch.dtype,torch.device
-# Objects of Python's standard library with parts of their own; and those that a process has for itself: modules,
+# Objects of Python's standard library with parts of their own; and those that are private to a process: modules,
 # caches, and locks, which nobody holds between two batches
 _not_values = (*with_attributes,random.Random,types.CellType,types.ModuleType,_lru_cache_wrapper,LockType,RLock)
 
@@ -84,11 +84,11 @@ SAMPLE = 2**16 # bytes or elements
 class Digest(pickle.Pickler):
     """The digest of a value, which is the same in another process if the value is. It is taken from the bytes that
     pickle makes of the value. To decide about each object in it, pickle calls methods of its Pickler, so this is one.
-    The results are `value`, `not_kept` and `n_bytes`, which do not change any more"""
+    The results are `value`, `not_kept` and `n_bytes`, which are final"""
     def __init__(self,
         graph, # The `Graph` to which the value belongs
         value,
-        is_data:bool=False, # Whether the value belongs to the data, of which large ones are not written
+        is_data:bool=False, # Whether the value is part of the data, which are not written if they are large
     ):
         self.file = io.BytesIO()
         super().__init__(self.file)
@@ -123,9 +123,9 @@ class Digest(pickle.Pickler):
         return NotImplemented  # pickle knows how
 
     def persistent_id(self, o):
-        """Pickle calls it for each object in the value, and pickles what this returns instead of the object, or the
-        object itself if this returns None. So this is where a digest leaves out what may differ between processes,
-        and samples what is large"""
+        """Pickle calls it for each object in the value. If this returns None, pickle goes on with the object itself,
+        otherwise with what this returns, in place of the object. So this is where a digest leaves out what may differ
+        between processes, and samples what is large"""
         if type(o) is int and o in self.graph.paths:
             self.not_kept = f'it has the id() of {self.graph.paths[o]}, which another process does not have'
         if type(o) in _plain:
@@ -140,7 +140,7 @@ class Digest(pickle.Pickler):
             return tuple(sorted(o, key=self.sort_key))
         is_long = self.is_data and type(o) is list and len(o) > LONG
         # A list of numbers is the order of the samples, which is part of the state, whatever its length
-        if not is_long or isinstance(o[0], int):
+        if not is_long or isinstance(o[0], Integral):
             return None
         # A list of samples, of unknown size: about 100 of them stand for all
         self.n_bytes = math.inf

@@ -32,7 +32,7 @@ class Reader:
         dl,
         n_loaded:int=0, # Batches to drop
         has_ended:bool=False, # Whether `dl` has no more batches
-        place=None, # The `state_dict()` of what `keeper_of_position(dl)` returns
+        position=None, # The `state_dict()` of what `keeper_of_position(dl)` returns
     ):
         self.has_ended = has_ended
         self.keeper = keeper_of_position(dl)
@@ -41,7 +41,7 @@ class Reader:
         # `iter(dl)` would begin another epoch with what keeps its own position
         if has_ended: return
         if n_loaded and self.keeper is not None:
-            self.keeper.load_state_dict(place)
+            self.keeper.load_state_dict(position)
             n_loaded = 0  # it skips them itself
         self.batches = iter(dl)
         for _ in range(n_loaded): next(self.batches, None)
@@ -54,6 +54,6 @@ class Reader:
         self.has_ended = True
 
     def state(self)->tuple:
-        "Returns the arguments `has_ended` and `place` of a Reader that continues from here"
-        place = None if self.keeper is None else self.keeper.state_dict()
-        return self.has_ended,place
+        "Returns the arguments `has_ended` and `position` of a Reader that continues from here"
+        position = None if self.keeper is None else self.keeper.state_dict()
+        return self.has_ended,position
