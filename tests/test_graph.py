@@ -187,16 +187,17 @@ def loss_with_memory():
         return train(learner(loss_func=Remembering()))
 
 
-class Moves(Callback):
-    def __init__(self, weight): self.weights = [weight]
-    def after_step(self): self.weights[0].data += .01
+class AfterStep(Callback):
+    def __init__(self, f): self.f = f
+    def after_step(self): self.f()
 
 
 @situation
 def weight_in_a_closure():
     scale = nn.Parameter(torch.ones(1))
+    def move(): scale.data += .01
     def scaled_loss(pred, targ): return F.mse_loss(pred*scale.detach(), targ)
-    return train(learner(Moves(scale), loss_func=scaled_loss))
+    return train(learner(AfterStep(move), loss_func=scaled_loss))
 
 
 class Adds:
