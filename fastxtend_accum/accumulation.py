@@ -13,11 +13,12 @@ from fastai.callback.fp16 import MixedPrecision
 from .windows.checks import check_callable,check_flags,check_micro_batch_size,check_multiple,check_size
 from .windows.description import how_made_up
 from .windows.events import has_event,is_finding_rate,is_from_fastai,prepares
-from .windows.forward_backward import Settings
+from .windows.forward_backward import Settings,callback_that_raised
 from .windows.gradients import trained_params
 from .windows.loader import EpochPlan,LoaderInfo,drops_last,length_of,remainders
 from .windows.loggers import Loggers
 from .windows.loop import WholeBatch
+from .windows.processes import inner_model
 from .windows.window import Outcome,Window
 from .memory.auto import AutoMicroBatches
 from .memory.micro_batches import MicroBatches
@@ -61,7 +62,7 @@ class GradientAccumulation(WindowCallback):
 
     @property
     def window(self)->Window:
-        "The present window; after an epoch, the last one, or an empty one if that did not fill, and took no step"
+        "The present window; after an epoch, its last window, or an empty one if that window was dropped or carried"
         return self.loop.window if self.loop else Window()
     @property
     def opt_steps(self)->int:
@@ -69,13 +70,15 @@ class GradientAccumulation(WindowCallback):
         return self.loop.n_steps if self.loop else 0
     @property
     def micro_bs(self)->int|None:
-        """The limit of the samples that the model sees at a time: the size of a loader batch or of a piece of it,
-        `micro_batch_size`, or the size of a GradientCache in the same fit, whichever is least. Micro-batches of nearly
-        equal size may stay below it. None before a fit, or if the limits are unknown"""
+        """The most samples that the model sees at a time: the size of a loader batch or of a piece of it,
+        `micro_batch_size`, or the size of a GradientCache in the same fit, whichever is smallest. Micro-batches of
+        nearly equal size may stay below it. None before a fit, or if no size is known"""
         loop = self.loop
         if loop is None or loop.batches is None: return None
         limits = [self.strategy.micro_bs]  # by `micro_batch_size`; None if it sets no limit
-        limits += [o.micro_bs for o in loop.strategy.savers]  # by a GradientCache; None from others that save memory
+        # `loop.strategy` is the same, or a RetryOnOutOfMemory, which runs it with the `savers` of the fit. Of these, a
+        # GradientCache has a `micro_bs`; others have None
+        limits += [o.micro_bs for o in loop.strategy.savers]
         plan = loop.batches.plan
         bs = plan.info.batch_size
         if bs is not None:
@@ -104,8 +107,8 @@ def read_settings(self:GradientAccumulation):
 @patch
 def make_strategy(self:GradientAccumulation):
     """Sets `strategy`, which runs loader batches, to one that splits them as `micro_batch_size` says. Called in
-    `__init__`, when `strategy` is still the WholeBatch of the base class, and before each fit, when it is that of the
-    last fit"""
+    `__init__`, when `strategy` is still the WholeBatch of the base class, and before each fit, when it is the strategy
+    of the last fit"""
     size = self.micro_batch_size
     if size is None: self.strategy = WholeBatch()
     elif size != 'auto': self.strategy = MicroBatches(size)
@@ -114,7 +117,7 @@ def make_strategy(self:GradientAccumulation):
 
 @patch
 def settings(self:GradientAccumulation)->Settings:
-    "Returns the settings of a fit. `lr_find` tries one rate for each batch that it sees, so these have to be windows"
+    "Returns the settings of a fit. `lr_find` tries one rate for each batch that it sees, so it has to see windows"
     return Settings(
         log_accum_batch=self.log_accum_batch or is_finding_rate(self.learn),
         num_items=self.num_items,
@@ -123,8 +126,8 @@ def settings(self:GradientAccumulation)->Settings:
 
 @patch
 def remainder_for(self:GradientAccumulation, dl)->str:
-    """Returns `remainder`, or else what is usual for `dl`: 'drop' if it drops an incomplete last batch itself. A window
-    of one loader batch is always full"""
+    """Returns `remainder`, or else what is usual for `dl`: 'drop' if `dl` drops an incomplete last batch itself.
+    Without `accum_bs`, each loader batch is a window and none is incomplete, so returns 'step'"""
     if self.remainder: return self.remainder
     return 'drop' if self.accum_bs and drops_last(dl) else 'step'
 
@@ -133,7 +136,7 @@ def remainder_for(self:GradientAccumulation, dl)->str:
 
 @patch
 def check(self:GradientAccumulation, plan:EpochPlan):
-    "Raises ValueError if the windows do not suit the Learner; warns of what would see parts of them"
+    "Raises ValueError if the windows do not suit the Learner; warns about callbacks and hooks that see parts of them"
     WindowCallback.check(self, plan)
     fit = self.loop.fit
     if self.accum_bs: self.check_multiples(plan.info, fit.processes.n)
@@ -145,14 +148,8 @@ def check(self:GradientAccumulation, plan:EpochPlan):
 @patch
 def check_multiples(self:GradientAccumulation, info:LoaderInfo, n_processes:int=1):
     "Raises ValueError unless loader batches can be joined to windows of each size, or cut into them"
-    bs = info.batch_size  # not None: windows have a size, and then `loader_info_of` raises an error if there is none
-    global_bs = bs*n_processes
-    for name,size in self.sizes_by_argument().items():
-        check_multiple(name, size, bs, n_processes)
-        is_cut = size < global_bs
-        if is_cut and not info.states_batch_size:  # then `bs` is the callback's micro_batch_size
-            raise ValueError(f"{name}={size} is less than {global_bs}, the batch by micro_batch_size={bs}, and a "
-                             f"DataLoader that states no batch size cannot be cut: use {global_bs} or more")
+    # `batch_size` is not None: with `accum_bs`, `loader_info_of` raises an error if it finds none
+    for name,size in self.sizes_by_argument().items(): check_multiple(name, size, info.batch_size, n_processes)
 
 _hooks_warning = (
     "parameters have hooks (p.register_hook, wandb.watch), which see the gradient of each micro-batch: a hook that "
@@ -160,9 +157,9 @@ _hooks_warning = (
 
 @patch
 def warn_of_late_callbacks(self:GradientAccumulation):
-    "Warns of callbacks that may prepare batches, but see windows, because they come after the Recorder"
+    "Warns about callbacks that may prepare batches, but see windows, because they come after the Recorder"
     late = [cb for cb in self.learn.cbs if not prepares(cb) and has_event(cb, 'before_batch')]
-    # fastai's own ones prepare no batches: they set rates, or start a clock
+    # fastai's own callbacks of such an order prepare no batches: they set rates, or start a clock
     names = [type(cb).__name__ for cb in late if not is_from_fastai(cb, 'before_batch')]
     if not names: return
     self.loop.fit.warn_once(f"before_batch of {', '.join(names)} is called once per window, because its order is 50 or "
@@ -178,6 +175,7 @@ def before_fit(self:GradientAccumulation):
 
 @patch
 def begin_fit(self:GradientAccumulation):
+    "Called when training begins. `before_fit` is also sent by `learn.summary()`, after which `n_skipped` stays"
     self.n_skipped = 0
     WindowCallback.begin_fit(self)
 
@@ -192,7 +190,7 @@ _messages = {
 
 @patch
 def report_skipped(self:GradientAccumulation, outcome:Outcome):
-    "Counts a window whose step is skipped; warns of it, unless an earlier one in this fit had the same outcome"
+    "Counts a window whose step is skipped; warns about the first one of each outcome in a fit"
     self.n_skipped += 1
     self.loop.fit.warn_once(f"{_messages[outcome]}. Later ones are skipped without a warning; n_skipped counts them")
 
@@ -201,18 +199,17 @@ def after_cancel_step(self:GradientAccumulation):
     """Counts a step that the GradScaler of fastai's MixedPrecision skips, because a gradient contains NaN or infinity,
     as if `skip_nonfinite` had skipped it"""
     if not self.learn or not self.skip_nonfinite: return
-    for cb in self.learn._grab_cbs(MixedPrecision):
-        # In `before_step`, MixedPrecision sets its attribute `skipped` to True, and calls the GradScaler. If that takes
-        # the step, it sets `skipped` to False. If not, MixedPrecision cancels the step, which sends this event
-        # (`vars`, because `cb.skipped` would look in the Learner if `cb` has no such attribute yet)
-        if vars(cb).get('skipped'): self.report_skipped(Outcome.NONFINITE)
+    # This event is sent while the CancelStepException is handled. MixedPrecision raises it in its `before_step` if the
+    # GradScaler has not taken the step; other callbacks raise it for reasons of their own
+    cb = callback_that_raised(sys.exc_info()[1])
+    if isinstance(cb, MixedPrecision): self.report_skipped(Outcome.NONFINITE)
 
 # %% ../nbs/00_accumulation.ipynb #3c9d1e58
 # The line that says how windows are made up
 
 @patch
 def report_step(self:GradientAccumulation):
-    "Prints the line before the first step of a fit, because a forward pass has to show what differs"
+    "Prints the line before the first step of a fit: not earlier, because a forward pass has to show what differs"
     if self.loop.n_steps == 0: self.print_line()
 
 @patch
@@ -244,23 +241,23 @@ def before_validate(self:GradientAccumulation):
     fit in the same memory. For fastai's DataLoaders only, and not for models with `reset`.
 
     The validation loss changes if the loss ignores some labels: fastai averages the losses of batches by their numbers
-    of samples, not by their numbers of labels. With smaller batches, such an average is another one, and NaN if a batch
-    has only ignored labels"""
+    of samples, not by their numbers of labels. With smaller batches, this average is different, and NaN if a batch has
+    only ignored labels"""
     learn = self.learn
     if not learn or self.micro_batch_size is None: return
     size = self.micro_bs
-    is_stateful = hasattr(learn.model, 'reset')  # its batches continue each other
+    is_stateful = hasattr(inner_model(learn.model), 'reset')  # its batches continue each other
     if size is None or is_stateful or not can_be_smaller(learn.dl, size): return
     state = random.getstate()  # a new loader draws a seed
     learn.dl = learn.dl.new(bs=size)  # until fastai sets it for the next epoch
     random.setstate(state)
 
 # Classes of fastai's loaders whose batches do not depend on each other. Not their subclasses, which may have settings
-# that `new` forgets. By name, because those for text and tables are imported only where they are used
+# that `new` forgets. By name, because the loaders for text and tables are imported only where they are used
 _independent = 'DataLoader','TfmdDL','SortedDL','TabDataLoader'
 
 def can_be_smaller(dl, bs:int)->bool:
-    """Returns whether `dl` has batches larger than `bs`, and is a loader of fastai's that yields the same samples in
+    """Returns whether `dl` has batches larger than `bs`, and is a loader of fastai that yields the same samples in
     batches of `bs`"""
     is_independent = isinstance(dl, DataLoader) and type(dl).__name__ in _independent
     if not is_independent: return False

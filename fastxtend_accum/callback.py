@@ -14,7 +14,7 @@ from .windows.checks import check_learner,warn_user
 from .windows.description import log_message
 from .windows.forward_backward import FitContext,Settings
 from .windows.gradients import half,trained_params
-from .windows.loader import EpochPlan,LoaderInfo,WindowShape,loader_info,nearest_shape
+from .windows.loader import EpochPlan,LoaderBatch,LoaderInfo,loader_info
 from .windows.loggers import Loggers
 from .windows.loop import WholeBatch,WindowLoop,replaced_method
 from .windows.processes import Processes
@@ -43,7 +43,7 @@ class WindowCallback(Callback):
     loop = None  # the `WindowLoop` of this fit, or of the last one; `begin_fit` makes it
     is_new_fit = True  # whether this fit has no loop yet: `before_fit` sets it to True, `begin_fit` to False
     # Where the next epoch begins, if it is the one in which a killed fit continues: `begin_epoch_at` sets it, and
-    # `begin_epoch` sets it back to None
+    # `begin_in_middle` sets it back to None
     place = None
     last_message = None  # the last line that `log_once` has printed
     _stateattrs = ('loop','place','is_new_fit')  # fastai leaves these out of a copy or an export of the callback
@@ -68,9 +68,10 @@ class WindowCallback(Callback):
     def remainder_for(self, dl)->str:
         "Returns what happens to batches at the end of an epoch that do not fill a window: 'step', 'carry' or 'drop'"
         return 'step'
-    def sizes_by_argument(self)->dict[str,int|None]:
+    def sizes_by_argument(self)->dict:
         """Returns the window sizes that the user has passed, as {name of the argument: size}, in samples of all
-        processes. Errors name the argument; a plan looks for the smallest and largest size"""
+        processes. A size is None if the user has passed none. Errors name the argument; a plan looks for the
+        smallest and the largest size"""
         return dict(accum_bs=self.accum_bs)
     def window_size_at(self, pct_train:float, n_epoch:int, global_bs:int)->float:
         """Returns the wanted size of a window that begins at `pct_train` of a fit of `n_epoch`, in samples of all
@@ -112,16 +113,13 @@ def is_validating(learn)->bool:
 def extend_lr_find(self:WindowCallback, finder:LRFinder):
     """Gives a fit of `lr_find` enough epochs for `num_it` windows, since each iteration is a window. fastai has counted
     epochs for iterations that are loader batches. Too many do no harm: the finder ends the fit after `num_it`"""
-    learn = self.learn
-    dl = learn.dls.train
-    n_epoch_of_fastai = finder.num_it//len(dl)+1
-    if learn.n_epoch != n_epoch_of_fastai: return  # not `lr_find`, but a fit with an LRFinder that the user has added
-    info = self.loader_info_of(dl)
-    size = self.window_size_at(0., 1, info.planned_batch_size)  # fastai runs it in one process
-    # Three times as many as windows of `size` would need. A window may have half as many samples again, since it is
-    # rounded to loader batches. And an epoch may use little more than half of its samples, if it drops a window that is
-    # almost full
-    learn.n_epoch = math.ceil(3*finder.num_it*size/info.n_planned)
+    info = self.loader_info_of(self.learn.dls.train)
+    size = self.window_size_at(0., 1, info.planned_batch_size)  # fastai runs `lr_find` in one process
+    largest = 1.5*size  # a window is rounded to loader batches
+    samples = finder.num_it*largest
+    # Twice as many, because an epoch may use little more than half of its samples, if it drops a window that is almost
+    # full
+    self.learn.n_epoch = math.ceil(2*samples/info.n_planned)
 
 # %% ../nbs/05_callback.ipynb #6f0aaeb2
 @patch
@@ -135,23 +133,35 @@ def before_train(self:WindowCallback):
 
 @patch
 def begin_epoch(self:WindowCallback):
+    "Begins an epoch: with the batches left over from the last epoch, or in the middle, at the `place` of a killed fit"
+    if self.place is not None:
+        self.begin_in_middle()
+        return
+    last = self.loop.batches  # of the last epoch; None in the first one
+    carried = [] if last is None else last.left_over
+    self.prepare_epoch(carried, [o.planned for o in carried])
+
+@patch
+def begin_in_middle(self:WindowCallback):
+    """Begins the epoch in which another process has saved its `place`. Of the batches that were carried into this
+    epoch, the plan needs only the sizes; `go_to` brings back the batches that have not run"""
+    place = self.place
+    self.place = None
+    self.prepare_epoch([], place['batches']['carried'])
+    self.loop.go_to(place)
+
+@patch
+def prepare_epoch(self:WindowCallback,
+    carried:list[LoaderBatch], # Left over from the last epoch
+    carried_sizes:list[int], # Their planned samples
+):
     """Plans the windows of this epoch, and checks whether they suit the Learner; sets `learn.dl` to an `EpochBatches`,
     which `Learner.all_batches` then runs"""
     learn,loop = self.learn,self.loop
-    place = self.place
-    self.place = None
-    is_first_epoch = loop.batches is None
-    carried = [] if is_first_epoch else loop.batches.left_over  # the batches that the last epoch left over
-    carried_sizes = [o.planned for o in carried]
-    # The epoch of a `place` had begun in another process: its plan needs only the sizes of what was carried into it.
-    # `go_to` brings back those of the batches that are still to run
-    if place is not None: carried_sizes = place['batches']['carried']
     plan = self.plan_of(learn.dl, learn.epoch, learn.n_epoch, loop.fit.processes.n, carried_sizes)
     self.check(plan)  # in each epoch, because a callback may have changed sizes, the DataLoader or the optimizer
     loop.begin_epoch(learn.dl, plan, carried)
     learn.dl = loop.batches
-    loop.progress.begin_epoch()
-    if place is not None: loop.go_to(place)
 
 @patch
 def begin_epoch_at(self:WindowCallback, place:dict):
@@ -162,10 +172,10 @@ def begin_epoch_at(self:WindowCallback, place:dict):
 # %% ../nbs/05_callback.ipynb #8b1df9a5
 @patch
 def check_ownership(self:WindowCallback):
-    "Raises an error if this callback was added twice, or to another Learner"
+    "Raises an error if this callback was added twice, or to two Learners"
     learn,name = self.learn,type(self).__name__
-    # The Learner that trains calls this. If the callback was added to a second Learner later, that one has become its
-    # `learn`, and is not in training
+    # The Learner that trains has sent the event. If it is not `self.learn`, then `self.learn` does not train: it is a
+    # second Learner, to which the callback was added later
     learn_trains = learn.training and getattr(learn, 'dl', None) is not None
     if not learn_trains:
         raise RuntimeError(f"this {name} belongs to another Learner: give each one of its own")
@@ -174,7 +184,8 @@ def check_ownership(self:WindowCallback):
 
 @patch
 def begin_fit(self:WindowCallback):
-    "Makes the loop of a fit, with nothing left of one that was interrupted. Called when the first epoch begins"
+    """Makes the loop of a fit, and discards anything left by a fit that was interrupted. Called when the first epoch
+    begins"""
     learn = self.learn
     savers = self.memory_savers()
     # Runs batches in the contexts of the savers, and again with less memory if it runs out
@@ -196,24 +207,23 @@ def memory_savers(self:WindowCallback)->list[MemorySaver]:
 # The plan of an epoch
 
 @patch
-def plan_of(self:WindowCallback, dl, epoch:int, n_epoch:int, n_processes:int=1, carried:list[int]=())->EpochPlan:
-    """Returns the windows of `dl` in an `epoch` of a fit of `n_epoch`, after the `carried` batches; raises ValueError
-    if a size in the fit is invalid"""
+def plan_of(self:WindowCallback,
+    dl,
+    epoch:int,
+    n_epoch:int, # Epochs of the fit
+    n_processes:int=1,
+    carried:tuple|list=(), # Planned samples of each batch that was carried into the epoch
+)->EpochPlan:
+    "Returns the plan of the windows of `dl` in an `epoch`; raises ValueError if a size in the fit is invalid"
     info = self.loader_info_of(dl)
-    bs = info.planned_batch_size
     def size_at_pct(pct_train:float)->float:
-        "Returns the wanted size in one process"
-        return self.window_size_at(pct_train, n_epoch, bs*n_processes)/n_processes
-    def shape_at_pct(pct_train:float)->WindowShape:
-        "Returns the windows that loader batches can make, nearest to the wanted size"
-        return nearest_shape(size_at_pct(pct_train), bs)
-    # The smallest and largest window of the fit. A curve may leave the range between its ends, so look at each percent
+        "Returns the wanted size of a window, in samples of one process"
+        return self.window_size_at(pct_train, n_epoch, info.planned_batch_size*n_processes)/n_processes
+    # Sizes of the fit, among them the smallest and the largest. The curve of a schedule may leave the range between its
+    # ends, so look at each percent; and a size of `SchedSteps` may hold for less than a percent
     sizes = [size_at_pct(pct) for pct in np.linspace(0, 1, 101)]
-    # A size of `SchedSteps` may hold for less than a percent
     sizes += [size/n_processes for size in self.sizes_by_argument().values() if size]
-    smallest = nearest_shape(min(sizes), bs)
-    largest = nearest_shape(max(sizes), bs)
-    return EpochPlan(info, shape_at_pct, epoch, n_epoch, self.remainder_for(dl), carried, smallest, largest)
+    return EpochPlan(info, size_at_pct, min(sizes), max(sizes), epoch, n_epoch, self.remainder_for(dl), carried)
 
 @patch
 def loader_info_of(self:WindowCallback, dl)->LoaderInfo:
@@ -232,7 +242,7 @@ def loader_info_of(self:WindowCallback, dl)->LoaderInfo:
 
 @patch
 def check(self:WindowCallback, plan:EpochPlan):
-    "Raises ValueError if the callback does not suit its Learner. Called before each epoch, with the plan of it"
+    "Raises ValueError if the callback does not suit its Learner. Called before each epoch, with its plan"
     check_learner(self.learn, self)
     self.check_loop()
     has_half = any(p.dtype in half for p in trained_params(self.learn.opt))

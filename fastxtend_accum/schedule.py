@@ -57,22 +57,21 @@ class GradientAccumulationSchedule(GradientAccumulation):
         scale:dict[str,Callable]|None=None, # Rules `f(value, ratio)` by hyper-parameter, such as `{'lr':sqrt_scale}`
         **kwargs, # Further arguments of `GradientAccumulation`
     ):
+        check_size('start_accum_bs', start_accum_bs)  # before the base class puts its default in the place of None
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')
         super().__init__(
             start_accum_bs,
-            n_acc=None, # fastai's name for the size, which is none of a schedule: in `kwargs`, it raises TypeError
             log_accum_batch=log_accum_batch,
             micro_batch_size=micro_batch_size,
             remainder=remainder,
             **kwargs)
 
     @property
-    def accum_bs(self)->int:
-        """Another name of `start_accum_bs`, so that both are the same size if the user sets one of them. The base class
-        calls it `accum_bs`, and sets it in its `__init__`"""
-        return self.start_accum_bs
-    @accum_bs.setter
-    def accum_bs(self, size:int): self.start_accum_bs = size
+    def start_accum_bs(self)->int:
+        "The size at the start, which the base class sets and checks as `accum_bs`"
+        return self.accum_bs
+    @start_accum_bs.setter
+    def start_accum_bs(self, size:int): self.accum_bs = size
 
     def read_settings(self):
         """Raises TypeError or ValueError if a setting or a combination of settings is invalid. Points in epochs may lie
@@ -89,7 +88,7 @@ def settings(self:GradientAccumulationSchedule)->Settings:
     return GradientAccumulation.settings(self)._replace(scale=self.scale, start_accum_bs=self.start_accum_bs)
 
 @patch
-def sizes_by_argument(self:GradientAccumulationSchedule)->dict[str,int]:
+def sizes_by_argument(self:GradientAccumulationSchedule)->dict:
     """Returns {argument name: size}. With `SchedSteps`, the user has passed a size for each point, and errors name the
     point, such as 'steps[0.5]'"""
     if isinstance(self.schedule, _Steps): return self.schedule.sizes_by_point  # `SchedSteps` has made this schedule

@@ -37,7 +37,7 @@ def test_what_other_callbacks_find_in_a_fit():
     samples = []
     def note(self):
         steps.append(accum.opt_steps)
-        samples.append(accum.window.seen_samples)
+        samples.append(accum.window.losses.samples)
     fit(make_learner(8, n=88, cbs=[accum, Callback(before_step=note, after_step=note)]), 1)
     assert steps == [0, 1, 1, 2, 2, 3]
     assert samples == [32, 32, 32, 32, 24, 24]
@@ -52,7 +52,7 @@ def test_after_an_epoch_the_last_window_stays():
     learn = make_learner(8, n=88, cbs=[accum, Callback(after_train=note)])
     fit(learn, 2)
     assert outcomes == [Outcome.HAS_MEAN]*2
-    assert accum.window.seen_samples == 32
+    assert accum.window.losses.samples == 32
 
 
 # The end of an epoch

@@ -5,7 +5,9 @@ from common import *
 from labels import *
 from layouts import each_layout
 from our_warnings import warnings_of
+from fastxtend_accum.windows.forward_backward import accept_cancelled
 from fastxtend_accum.windows.losses import loss_rules
+from fastxtend_accum.windows.window import LossSums, Window
 
 FLOAT32 = 1e-6
 REPLACES_LOSS = 'a callback replaces the loss (learn.loss_grad), but micro-batches keep the weights'
@@ -234,6 +236,19 @@ def test_a_backward_pass_of_ones_own_in_a_window_of_several_is_an_error(bs, sett
     with pytest.raises(RuntimeError, match='changed a gradient.*, or use windows of one batch'):
         fit(learn, 2)
     assert_same_weights(learn, model())
+
+
+@pytest.mark.parametrize('weight, gradient', [(.5, 2.), (0, 0.), (tensor(0.), 0.)])
+def test_a_gradient_of_ones_own_gets_the_weight_of_this_process(weight, gradient):
+    "0 in a process whose micro-batch has no items"
+    p = nn.Parameter(torch.zeros(1))
+    p.grad = tensor([4.])
+    window = Window()
+    window.begin(SimpleNamespace(), is_single=True, n_processes=2)
+    fit = SimpleNamespace(params=SimpleNamespace(summed=[p]))
+    accept_cancelled(fit, window, weight, LossSums(1, 8, tensor(0.), 0))
+    assert p.grad.item() == gradient
+    assert window.losses.samples == 8
 
 
 class SkipsBackward(Callback):

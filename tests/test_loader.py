@@ -96,13 +96,11 @@ def test_what_a_loader_says_of_its_batches(name):
     assert loader_info(make()) == expected
 
 
-def plan_of(info, size_at_pct=16, epoch=0, n_epoch=2, remainder='step', carried=(), smallest=WindowShape(n_pieces=2)):
+def plan_of(info, size=16, epoch=0, n_epoch=2, remainder='step', carried=()):
     "Returns the plan of an epoch with windows of one size, or of a size that is a function of the position in training"
-    varies = callable(size_at_pct)
-    def shape_at_pct(pct):
-        size = size_at_pct(pct) if varies else size_at_pct
-        return nearest_shape(size, info.planned_batch_size)
-    return EpochPlan(info, shape_at_pct, epoch, n_epoch, remainder, carried, smallest, WindowShape())
+    size_at_pct = size if callable(size) else lambda pct: size
+    bs = info.planned_batch_size
+    return EpochPlan(info, size_at_pct, bs/2, bs, epoch, n_epoch, remainder, carried)
 
 
 def test_a_batch_size_is_taken_from_the_callback_only_if_the_loader_states_none():

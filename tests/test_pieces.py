@@ -114,11 +114,18 @@ def test_a_batch_that_cannot_be_sliced_is_an_error_before_training():
     assert learn.sees_batches.seen == []
 
 
-def test_a_loader_that_states_no_batch_size_cannot_be_cut():
-    inputs, targets = data(64)
-    batches = list(zip(inputs.split(16), targets.split(16)))
-    learn = learner_on(batches, GradientAccumulation(8, micro_batch_size=16))
-    with pytest.raises(ValueError, match='accum_bs=8 is less than 16, .* no batch size cannot be cut'): fit(learn)
+def test_a_loader_that_states_no_batch_size_is_cut():
+    "Every sample is used, also if batches are larger or smaller than `micro_batch_size` says"
+    def train(sizes, *cbs):
+        inputs, targets = data(sum(sizes))
+        batches = list(zip(inputs.split(sizes), targets.split(sizes)))
+        return fit(learner_on(batches, *cbs, opt_func=SGD), 2)
+    pieces = [8, 8, 12, 12, 8, 2]
+    ours = train([16, 24, 10], GradientAccumulation(8, micro_batch_size=16))
+    plain = train(pieces)
+    assert ours.recorder.accum_bs == pieces*2
+    assert losses(ours) == losses(plain)
+    assert_same_weights(ours, plain)
 
 
 # Pieces of any size, against plain PyTorch

@@ -81,6 +81,22 @@ def test_skip_nonfinite_leaves_an_overflow_to_the_scaler_and_counts_it():
     assert accum.opt_steps == 2
 
 
+class CancelsLaterSteps(Callback):
+    "Looks at the gradients, and cancels each step after the first one"
+    order = MixedPrecision.order-1
+    def before_step(self):
+        self.learn.scaler.unscale_(self.learn.cpu_mixed_precision)
+        if self.train_iter > 0: raise CancelStepException
+
+
+def test_steps_that_another_callback_cancels_are_not_counted_beside_an_overflow():
+    accum = GradientAccumulation(32, skip_nonfinite=True)
+    with pytest.warns(UserWarning, match='NaN or infinity'):
+        train_in_float32(8, MultiplyLoss(math.inf, [1]), accum, mixed_precision(), CancelsLaterSteps(), n_epoch=1)
+    assert accum.n_skipped == 1
+    assert accum.opt_steps == 0
+
+
 # Weights in half precision: a plain loop adds up in float32
 
 class KeepsGradients(Callback):

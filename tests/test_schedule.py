@@ -319,8 +319,12 @@ def test_one_argument_instead_of_two_is_an_error():
     with pytest.raises(TypeError, match='final_accum_bs'): GradientAccumulationSchedule(16)
 
 
+def test_a_schedule_has_no_default_size():
+    with pytest.raises(TypeError, match='start_accum_bs counts samples'): GradientAccumulationSchedule(None, 64)
+
+
 def test_a_second_size_by_another_name():
-    with pytest.raises(TypeError, match='n_acc'): GradientAccumulationSchedule(8, 16, n_acc=32)
+    with pytest.raises(ValueError, match='n_acc=32 both set the samples'): GradientAccumulationSchedule(8, 16, n_acc=32)
 
 
 @pytest.mark.parametrize('name', ['accum_bs', 'n_acc', 'start_accum_bs'])

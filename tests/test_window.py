@@ -114,15 +114,6 @@ def test_a_window_whose_first_batch_starts_again_begins_again():
     assert window.grads is None
 
 
-def test_a_window_keeps_the_batches_that_may_be_carried():
-    window = Window(16)
-    first = SimpleNamespace(samples=8, rows=8)
-    window.note_batch(first, may_be_carried=True)
-    window.note_batch(SimpleNamespace(samples=8, rows=3), may_be_carried=False)
-    assert window.batches == [first]
-    assert window.seen_samples == 8+3
-
-
 # What becomes of a window, in a fit
 
 class NoteOutcomes(Callback):

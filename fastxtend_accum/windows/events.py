@@ -31,8 +31,8 @@ def has_event(cb, event:str)->bool:
     return hasattr(kind, event) or event in vars(cb)
 
 def is_from_fastai(cb, event:str)->bool:
-    """Returns whether code of fastai handles `event` for `cb`: False for a method of the user's subclass, also of a
-    class of fastai's, and for a function of the user's"""
+    """Returns whether code of fastai handles `event` for `cb`: False for a method of the user's class, even if it
+    derives from a fastai class, and for a function of the user"""
     if event in vars(cb): return False  # a function that was passed to it, as in `Callback(after_loss=f)`
     # Without a method of that name, the class handles the event by its `__call__` or `__getattr__`
     handler = getattr(type(cb), event, type(cb))
@@ -92,13 +92,13 @@ def to_preparing(self:Events,
 ):
     "Sends `event` only to the callbacks that prepare batches, which get it for each loader batch of a window"
     for cb in self.having(event):
-        if not prepares(cb): return  # callbacks are in order: those after it do not prepare batches either
+        if not prepares(cb): return  # callbacks are in order: the callbacks after it do not prepare batches either
         has_all = all(cb in self.table[name] for name in only_with)
         if has_all: cb(event)
 
 @patch
 def to_others(self:Events, event:str):
-    "Sends `event` only to the others, which see the loader batches of a window as one batch if log_accum_batch=True"
+    "Sends `event` only to all other callbacks, to which a window is one batch if log_accum_batch=True"
     for cb in self.having(event):
         if not prepares(cb): cb(event)
 
@@ -124,7 +124,7 @@ class Autocast:
         self.args = kind,torch.get_autocast_dtype(kind),torch.is_autocast_enabled(kind)
 
     def enter_again(self):
-        """Before each pass of a batch: enters a context for each that a callback has left in the last pass. The same
-        callback leaves these, too, in the next pass. If something cancels that pass before `after_loss`, autocast stays
-        entered, as with MixedPrecision in a fit of fastai's own"""
+        """Before each pass of a batch: enters autocast again if a callback has left it in the last pass. Nothing here
+        leaves it: the same callback will, in the next pass, so that contexts are entered and left in turn. If something
+        cancels that pass before `after_loss`, autocast stays entered, as it does in plain fastai"""
         while autocast_depth() < self.depth: torch.autocast(*self.args).__enter__()

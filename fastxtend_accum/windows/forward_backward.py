@@ -87,7 +87,8 @@ def forward_backward(
     if not learn.training or not len(learn.yb):
         window.add_samples(samples)
         return
-    # How much it weighs
+    # How much the micro-batch weighs
+    # A callback that changes the loss in place (`loss_grad += penalty`) adds to it, and does not replace it
     is_replaced = learn.loss_grad is not computed_loss
     items = items_of_loss(fit, counted_by_loss, is_replaced, window.is_single)
     if not window.is_single: fit.loss_check.keep(window.kept, learn.loss_func, args, rows, items)
@@ -124,13 +125,16 @@ def items_of_loss(
     is_replaced:bool, # Whether a callback has put another loss in the place of the loss function's, in `after_loss`
     is_single:bool, # Whether the micro-batch is a window of its own
 )->Count|None:
-    """Returns how many items the loss averages over; None if it is a sum. The first of these that exists says it: the
-    user's `num_items`; the labels that the model gets with its inputs, if it computes the loss itself; the loss
-    function. Warns if that is not known, because a callback has replaced the loss. Stops the check of the loss if it
-    cannot compute this loss again"""
+    """Returns how many items the loss averages over; None if it is a sum. The first of these that exists says it:
+
+    1. the user's `num_items`
+    2. the labels that the model gets with its inputs, if it computes the loss itself
+    3. the loss function. If a callback has replaced its loss, that may be wrong, and a warning says so
+
+    Also stops the check of the loss if the loss is not computed by the loss function, or is replaced"""
     learn,num_items = fit.learn,fit.settings.num_items
     labels = model_labels(learn)
-    # The check computes the loss again, by `loss_func`. Such losses come from elsewhere
+    # The check computes losses again, by `loss_func`. These losses were not computed by it
     if is_replaced or labels is not None: fit.loss_check.stop()
     if num_items is not None: return check_items(num_items(learn))
     if labels is not None: return labels
@@ -179,22 +183,24 @@ def add_weighted_gradient(fit:FitContext, window:Window, weight:Count, contribut
 # %% ../../nbs/windows/14_forward_backward.ipynb #6b0d27f4
 def accept_cancelled(fit:FitContext, window:Window, weight:Count, contribution:LossSums):
     """After a callback has cancelled the backward pass (CancelBackwardException), and has perhaps computed the gradient
-    itself. A window of one micro-batch steps all the same, as in fastai, with that gradient. One of several leaves the
+    itself. A window of one micro-batch takes its step, as in fastai, with that gradient. A window of several leaves the
     micro-batch out, with a warning, because its gradient would have no weight in the sums; raises RuntimeError if the
-    callback has changed these"""
+    callback has changed the sums"""
     if not window.is_single:
         window.grads.check()
         fit.warn_once("a callback cancels backward passes (CancelBackwardException): their micro-batches are left out "
                       "of the window")
         return
     # At the end of the window, gradients become sum(weight*gradient)/sum(weight), over all processes. A gradient that
-    # the callback has computed has no weight yet, so this multiplies it by its weight, which is 1 in one process
-    if weight: divide_gradients(fit.params.summed, 1/weight)
+    # the callback has computed has no weight yet, so this multiplies it by its weight, which is 1 in one process. If
+    # the weight is 0, the gradient becomes 0
+    divisor = 1/weight if weight else math.inf
+    divide_gradients(fit.params.summed, divisor)
     window.add(contribution)
 
-def callback_that_raised(e:BaseException)->str:
-    "Returns the name of the class of the callback in whose event `e` was raised, by the traceback"
+def callback_that_raised(e:BaseException)->Callback|str:
+    """Returns the callback in whose event `e` was raised, by the traceback; 'something' if there is none. Messages
+    begin with it: there, a callback of fastai is shown as the name of its class"""
     for frame,_ in walk_tb(e.__traceback__):
-        if frame.f_code is Callback.__call__.__code__:
-            return type(frame.f_locals['self']).__name__
+        if frame.f_code is Callback.__call__.__code__: return frame.f_locals['self']
     return 'something'

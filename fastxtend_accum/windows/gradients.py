@@ -57,8 +57,8 @@ class WindowParams:
         self.opt = learn.opt
         # While a window of several micro-batches runs, callbacks may not change these gradients (`GradientSums.check`)
         self.guarded = uniqueify([*params_in(learn.opt), *learn.model.parameters()])
-        # Those of the loss, and of optimizers of callbacks. Not guarded, because these may zero gradients at any time.
-        # But summed, because these gradients, too, are to be means over the window
+        # Parameters of the loss, and of optimizers that callbacks hold. They are not guarded, because callbacks may
+        # zero these gradients at any time. But they are summed, because these gradients, too, are to be means
         self.extra = extra_params(learn)
         self.summed = uniqueify([*self.guarded, *self.extra])
         self.in_float32 = []  # half-precision weights, whose gradients are summed in float32

@@ -67,13 +67,13 @@ class LoaderInfo(NamedTuple):
     - samples, as the DataLoader counts them: they fill windows, and loggers show them
     - `planned` samples: the same, unless the DataLoader states no batch size. Then a plan, which is made before the
       batches can be counted, assumes that each has `planned_batch_size`. Plans and positions in the epoch count these
-    - rows of its tensors, of which a collate function or a callback may make several for each sample: batches are
-      sliced along these
+    - rows of its tensors, along which a batch is sliced: a collate function or a callback may make several rows per
+      sample
 
     If a DataLoader has bs=4, and makes two views of each sample, then a batch has 4 samples, planned as 4, and 8 rows.
     If one states no batch size, and the user says 4, then a batch of 3 rows has 3 samples, planned as 4"""
     batch_size:int|None  # None: unknown, and not needed, because each batch is a window
-    states_batch_size:bool  # False: `batch_size` is unknown, or the callback's `micro_batch_size` is used as it
+    states_batch_size:bool  # False: `batch_size` is unknown, or assumed to be the callback's `micro_batch_size`
     n_planned:int  # planned samples in the epoch; if `batch_size` is None, each batch counts as one
     has_exact_length:bool  # False: the DataLoader may yield more or fewer samples than planned
 
@@ -87,8 +87,9 @@ def loader_info(
     batch_size:int|None=None, # Used if `dl` states none
 )->LoaderInfo:
     """Returns what is known of the batches of `dl`. Its length in samples is exact if the number of batches fits the
-    number of samples: 20 samples in batches of 8 make 3 batches or, if the incomplete one is dropped, 2. Otherwise it
-    is an estimate: an `IterableDataset` does not know its samples, and some loaders repeat or skip some"""
+    number of samples: 20 samples in batches of 8 make 3 batches or, if the incomplete batch is dropped, 2. With any
+    other number of batches, the length is an estimate: an `IterableDataset` does not know its samples, and some loaders
+    repeat or skip samples"""
     n_batches = len(dl)
     bs = loader_bs(dl)
     if bs is None:
@@ -156,25 +157,28 @@ class LoaderBatch(NamedTuple):
 
 # %% ../../nbs/windows/08_loader.ipynb #75b1f819
 class EpochPlan:
-    """The windows of one epoch, as far as they are known before it begins. Samples are always planned ones here (see
-    `LoaderInfo`). They are counted from the beginning of the epoch: batches that are carried into it, because they
-    filled no window in the previous one, run first, and begin before 0"""
+    """The windows of one epoch, as far as they are known before it begins. "Samples" always means planned samples here
+    (see `LoaderInfo`). They are counted from the beginning of the epoch: batches that are carried into it, because they
+    filled no window in the previous epoch, run first, and begin before 0"""
     def __init__(self,
         info:LoaderInfo,
-        shape_at_pct:Callable, # `f(pct_train)` returns the `WindowShape` of a window that begins there
+        size_at_pct:Callable, # `f(pct_train)` returns the wanted size of a window that begins there, in samples
+        smallest_size:float, # The smallest wanted size in the fit
+        largest_size:float,
         epoch:int,
         n_epoch:int,
-        remainder:str, # What the user asks for: one of `remainders`
+        remainder:str, # Of the fit, one of `remainders`; in its last epoch, 'step' takes the place of 'carry'
         carried:list[int], # Planned samples of each batch left over from the previous epoch. These batches come first
-        smallest:WindowShape, # Of the fit
-        largest:WindowShape,
     ):
-        store_attr('info,shape_at_pct,epoch,n_epoch,carried,smallest,largest')
+        store_attr('info,size_at_pct,epoch,n_epoch,carried')
         self.bs = info.planned_batch_size  # of a full loader batch
-        # Whether windows may differ in size, apart from the last one of an epoch. With 'carry' they may, because an
-        # incomplete batch may be carried, so that the first window of the next epoch gets another size
-        self.sizes_vary = smallest != largest or remainder == 'carry' or not info.states_batch_size
-        # What happens in this epoch: after the last one, no other could take the batches over
+        # The shapes of the smallest and the largest window in the fit
+        self.smallest = nearest_shape(smallest_size, self.bs)
+        self.largest = nearest_shape(largest_size, self.bs)
+        # Whether windows of the fit may differ in size, apart from the last one of an epoch. With 'carry' they may,
+        # because an incomplete batch may be carried, so that the first window of the next epoch gets another size
+        self.sizes_vary = self.smallest != self.largest or remainder == 'carry' or not info.states_batch_size
+        # What happens in this epoch. After the last epoch, no other epoch could run the batches that are carried
         is_last_epoch = epoch+1 >= n_epoch
         self.remainder = 'step' if remainder == 'carry' and is_last_epoch else remainder
         self.start = -sum(carried)  # where the first batch begins
@@ -200,20 +204,22 @@ class EpochPlan:
     def position(self, samples:int)->float:
         """Returns the position in the epoch, from 0 to 1, after this many `samples`; it is negative in carried batches.
         If windows vary in size, it is the fraction of the samples that were read. If not, it is the fraction of the
-        windows that have ended, as in a fastai fit with such batches: there each batch advances it by the same amount,
-        even if the last one is smaller, and dropped samples do not count"""
+        windows that have ended, because in fastai each batch advances the position by the same amount. For example, of
+        80 samples, windows of 32, 32 and 16 end at the positions 1/3, 2/3 and 1"""
         n = len(self.windows)
         if self.sizes_vary or not n: return self.fraction_read(samples)
         return bisect_right(self.ends, samples)/n
 
     def shape(self, samples:int)->WindowShape:
-        """Returns the shape of a window that begins after this many `samples`. All pieces of a loader batch have the
-        shape of the first one, so this asks for the shape where the loader batch begins"""
+        """Returns the shape of a window that begins after this many `samples`. If the window is a piece of a loader
+        batch, its shape is that of the first piece, because `piece_bounds` cuts the whole batch at once. So this asks
+        for the shape where the loader batch begins"""
         if self.smallest == self.largest: return self.smallest
         in_epoch = max(samples, 0)  # carried batches, which begin before 0, are whole or pieces that were cut before
         offset_in_batch = in_epoch % self.bs  # 0 unless the window begins within a loader batch
         position = self.fraction_read(samples-offset_in_batch)
-        return self.shape_at_pct(self.pct_train(position))
+        size = self.size_at_pct(self.pct_train(position))
+        return nearest_shape(size, self.bs)
 
     def window_size(self, samples:int)->int:
         "Returns the samples in a window that begins after this many `samples`"
@@ -225,12 +231,13 @@ def piece_bounds(self:EpochPlan,
     start:int, # Where in the epoch the loader batch begins
     n:int, # Its samples. The last one of an epoch may have fewer than the others
 )->list[tuple[int,int]]:
-    """Returns start and end of each piece of a loader batch, of which each makes a window; or those of the batch, if it
-    makes one. Pieces are of nearly equal size: 10 samples in 4 pieces are 3, 2, 3 and 2. A batch of fewer samples is
-    cut at the same places, so that only its last piece is smaller"""
+    """Returns start and end of each piece into which a loader batch is cut, because each piece makes a window; [(0, n)]
+    if the batch is not cut. Pieces are of nearly equal size: 10 samples in 4 pieces are 3, 2, 3 and 2. A batch of fewer
+    samples is cut at the same places, so that only its last piece is smaller"""
     n_pieces = self.shape(start).n_pieces
     if n_pieces == 1: return [(0, n)]
-    bounds = part_bounds(self.bs, n_pieces)
+    # A DataLoader that states no batch size may yield more samples than were assumed
+    bounds = part_bounds(max(self.bs, n), n_pieces)
     return [(first, min(last, n)) for first,last in bounds if first < n]
 
 @patch
@@ -262,7 +269,7 @@ def plan_windows(self:EpochPlan):
 class EpochBatches(GetAttr):
     """Reads the training batches of an epoch, after those that were carried into it from the previous one. While it
     trains, it is `learn.dl`. Callbacks find the attributes and methods of the DataLoader in it, such as `bs`, `dataset`
-    and `one_batch`; only its length is another one, the rounds of fastai's loop, which progress bars count"""
+    and `one_batch`. Only its length differs: it is the number of rounds of fastai's loop, which progress bars count"""
     _default = 'dl'
     def __init__(self,
         dl, # The DataLoader
@@ -307,9 +314,9 @@ def reading(self:EpochBatches):
     "In this context the DataLoader runs"
     self.source = self.loader_batches()
     try:
-        # Carried batches run before the DataLoader is needed. It loads a batch all the same, so that it draws the order
-        # of its samples when the epoch begins, as in fastai. If AutoResume continues in the middle of an epoch,
-        # batches were loaded before (`n_loaded`), and its reader has drawn the order
+        # The DataLoader draws the random order of its samples when it loads its first batch, in fastai at the beginning
+        # of the epoch. So this loads one batch also if carried batches are waiting, which run before it. Not if
+        # AutoResume continues in the middle of an epoch (`n_loaded`): then its reader has drawn the order
         if self.waiting and not self.n_loaded: self.load_next()
         yield
     finally:
@@ -328,15 +335,18 @@ def loader_batches(self:EpochBatches)->Iterator[list[LoaderBatch]]:
 
 @patch
 def counted(self:EpochBatches, data:tuple, start:int)->LoaderBatch:
-    """Returns a batch with its counts (see `LoaderInfo`). It begins after `start` samples of the epoch. It has as many
-    samples as were planned, since there may be several rows of each. If the DataLoader states no batch size, or yields
-    more samples than its length announces, nobody knows them, and each row counts as a sample"""
+    """Returns a batch with its counts (see `LoaderInfo`). It begins after `start` samples of the epoch. Its samples are
+
+    - as many as were planned, if the length is exact, even if it has more rows
+    - as many as the DataLoader states otherwise, but not more than its rows: the last batch of a stream may have fewer
+    - its rows, if the DataLoader states no batch size"""
     info = self.info
     left = max(info.n_planned-start, 0)  # 0 if the DataLoader yields more
     planned = min(self.plan.bs, left)  # the last batch may be smaller
-    samples = planned if info.states_batch_size else None
-    rows = n_rows(data, samples)
-    if not samples: samples = rows
+    rows = n_rows(data, planned if info.states_batch_size else None)
+    if info.has_exact_length: samples = planned
+    elif info.states_batch_size: samples = min(self.plan.bs, rows)
+    else: samples = rows
     return LoaderBatch(data, samples, planned, rows)
 
 @patch
@@ -344,8 +354,6 @@ def pieces_of(self:EpochBatches, batch:LoaderBatch, start:int)->list[LoaderBatch
     """Returns the pieces of a loader batch that begins after `start` samples of the epoch, if it makes several windows;
     if not, a list of the batch alone"""
     if self.plan.shape(start).n_pieces == 1: return [batch]
-    # The last batch of a stream may have fewer rows than the samples that were planned for it
-    batch = batch._replace(samples=min(batch.samples, batch.rows))
     return [batch.piece(first, last) for first,last in self.plan.piece_bounds(start, batch.samples)]
 
 # %% ../../nbs/windows/08_loader.ipynb #2d8e6b17
@@ -362,7 +370,7 @@ def advance(self:EpochBatches)->bool:
 
 @patch
 def copy_current(self:EpochBatches):
-    "Makes the current batch a copy, which can run again in the next epoch, whatever callbacks do to the tensors now"
+    "Replaces the current batch by a copy, which can run again in the next epoch, whatever callbacks do to the original"
     self.current = self.current.copied()
 
 @patch
@@ -376,7 +384,8 @@ def load_next(self:EpochBatches)->bool:
 @patch
 def can_begin_window(self:EpochBatches, size:int)->bool:
     """Returns whether a window of `size` samples may begin: if fewer are left, only the remainder 'step' allows it. If
-    the length is not exact, nobody knows how many are left: then this loads all batches of the window, which wait"""
+    the length is not exact, the number that is left is unknown. Then this loads all batches of the window, which wait
+    until they run"""
     if self.plan.remainder == 'step': return True
     if self.info.has_exact_length: return self.info.n_planned-self.samples_read >= size
     while sum(o.samples for o in self.waiting) < size:
@@ -409,7 +418,7 @@ def is_known_to_be_last(self:EpochBatches)->bool:
 @patch
 def state(self:EpochBatches)->dict:
     """For AutoResume, between two windows: returns the place in the epoch, with the batches that were loaded or
-    carried, and have not run"""
+    carried, but have not run"""
     return dict(
         carried=self.plan.carried,  # only their sizes, by which the windows were planned
         waiting=[tuple(o) for o in self.waiting],

@@ -31,12 +31,12 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'replaced_method', 'W
 # micro-batch   what the model sees at a time: a loader batch, or a part of one
 # window        the loader batches of one optimizer step. It is open as soon as a batch has run in it, full when it has
 #               its samples, and closed when it has an `Outcome`: as soon as it is full, or at the end of the epoch
-# single        a window is single if it is one micro-batch: it is computed as fastai does, without sums, and in one
-#               process bit for bit. One case differs: if the loss has nothing to average over, fastai logs NaN and
-#               takes a step. Here the step is skipped, as in any other window, and no NaN is logged
+# single        a window is single if it is one micro-batch: it is computed as in fastai, without sums, and, in one
+#               process, bit for bit the same. One case differs: if the loss has nothing to average over, fastai logs
+#               NaN and takes a step. Here the step is skipped, as in any other window, and no NaN is logged
 # round         what fastai takes for a batch: a window or, with log_accum_batch=False, a loader batch
-# counts        a loader batch counts if it has run, so that its gradient is in the window. One that a callback cancels
-#               leaves nothing, and the window takes the next one in its place
+# counts        a loader batch counts if it has run, so that its gradient is in the window. A batch that a callback
+#               cancels leaves nothing, and the window takes the next batch in its place
 # preparing     a callback prepares batches if its order is below 50, the Recorder's: it sees each loader batch
 
 # run_epoch                      takes the place of fastai's all_batches
@@ -63,7 +63,7 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'replaced_method', 'W
 #            before_step after_step                                 the same                the same
 #            after_batch                                            after_batch             after_batch
 #
-# after_cancel_batch comes after batches without a step, because fastai's own GradientAccumulation ends these like that.
+# after_cancel_batch comes after batches without a step, because fastai's own GradientAccumulation cancels such batches.
 
 # `%autoreload` loads this module again: then `Learner` has our function, which holds fastai's as its `replaced`
 fastai_all_batches = getattr(Learner.all_batches, 'replaced', Learner.all_batches)
@@ -86,17 +86,21 @@ def replaced_method(learn)->str|None:
     for name in _methods_of_loop:
         if name in vars(learn): return name
         method = getattr(type(learn), name)
-        # In the place of our `all_batches`, look at the one before it: fastai's, or a patch of other code. A patch that
-        # wraps ours has `replaced`, too, because `functools.wraps` copies all attributes; it adds `__wrapped__`
+        # In the place of our own `all_batches`, look at the method that it has replaced. `Learner.all_batches` is
+        #
+        #   ours, after fastai's           its `replaced` is fastai's
+        #   ours, after a patch            its `replaced` is the patch
+        #   a patch that wraps ours        has `__wrapped__`; `replaced`, too, since `functools.wraps` copies attributes
+        #   a patch that does not          has neither
         if not hasattr(method, '__wrapped__'): method = getattr(method, 'replaced', method)
-        # The module where its code was written. `functools.wraps` copies `__module__`, but not this
+        # The module where the code of the method was written. `functools.wraps` copies `__module__`, but not this
         module = getattr(method, '__globals__', {}).get('__name__')
         if module != 'fastai.learner': return name
     return None
 
 class WholeBatch:
-    """The strategy that runs a loader batch as one micro-batch. Its subclasses in `memory/` run a batch in several
-    micro-batches, or again with less memory. They set these attributes, too, which other modules read"""
+    """The strategy that runs a loader batch as one micro-batch. It is also the base class of the other strategies, in
+    `memory/`, which run a batch in several micro-batches, or again with less memory. They have these attributes, too"""
     micro_bs = None  # samples in a micro-batch, at most; None: the whole batch. GradientAccumulation reads it
     may_repeat = False  # whether a loader batch may have several forward passes. `run_batch` prepares for these
     savers = ()  # callbacks and strategies that save memory in the passes. `GradientAccumulation.micro_bs` reads them
@@ -144,6 +148,8 @@ class WindowLoop:
         n_rounds = len(plan.windows) if self.settings.log_accum_batch else plan.n_batches
         self.batches = EpochBatches(dl, plan, carried, self, n_rounds)
         self.progress = Progress(self.learn, plan)
+        # fastai has set the position to the beginning of the epoch. Batches that were carried into it begin before that
+        self.progress.set_pct_train(plan.start)
         self.fit.begin_epoch()
 
 # %% ../../nbs/windows/15_loop.ipynb #10999feb
@@ -165,8 +171,8 @@ def run_epoch(self:WindowLoop):
 @patch
 def next_round(self:WindowLoop)->bool:
     """Goes on to the first batch of the next round, and returns True. Begins a window with this batch, unless one is
-    still open, as it may be after a round of log_accum_batch=False. Returns False, and begins none, if no batch is
-    left, or if those that are left make no window"""
+    still open, as it may be after a round of log_accum_batch=False. Returns False, and begins no window, if no batch is
+    left, or if the batches that are left do not fill a window"""
     if self.window.is_open: return self.batches.advance()
     self.between_windows()
     start = self.batches.samples_read
@@ -179,10 +185,10 @@ def next_round(self:WindowLoop)->bool:
 
 @patch
 def end_epoch(self:WindowLoop):
-    """After the last round of an epoch: if a window is still open, takes its step, or lets the next epoch have its
-    batches, as the remainder says"""
-    # With log_accum_batch=False, the last round leaves a window open if its batch is cancelled, or if the loader does
-    # not say that it is the last one
+    """After the last round of an epoch: if a window is still open, because it is not full, treats it as the remainder
+    says: takes its step, drops its batches, or leaves them to the next epoch"""
+    # With the remainder 'step', only a round of log_accum_batch=False leaves a window open: if its batch is cancelled,
+    # or if it did not know that no batch would follow
     if self.window.is_open and self.batches.plan.remainder == 'step':
         try: self.close_window()
         except CancelBatchException: pass  # raised in the step; no batch is left that it could cancel
@@ -194,7 +200,8 @@ def end_epoch(self:WindowLoop):
 def check_has_trained(self:WindowLoop):
     """At the end of an epoch: raises ValueError if no window of the fit has run yet, because each epoch is shorter than
     a window, and its batches are dropped"""
-    has_run = self.n_steps > 0 or self.progress.n_rounds > 0
+    # A round only begins if there are batches for a window. Without a round, earlier epochs may have had some
+    has_run = self.progress.n_rounds > 0 or self.n_steps > 0
     if has_run or self.batches.plan.remainder != 'drop': return
     size = self.batches.plan.window_size(0)*self.fit.processes.n
     raise ValueError(f"an epoch does not fill one window of {size} samples, and incomplete windows are dropped: lower "
@@ -224,13 +231,14 @@ def run_batches(self:WindowLoop):
 
 @patch
 def begin_round(self:WindowLoop):
-    """Sends `before_batch` to the callbacks that prepare batches, and then to all others. If one of the former cancels
-    the first batch of a window, the next one takes its place in the same round, so that the others see each window
-    once: if batch 1 is cancelled, the former get `before_batch` for 1 and 2, and then the others get it for 2. Raises
-    CancelBatchException if no batch can take its place"""
+    """Sends `before_batch` to the callbacks that prepare batches, and then to all others. If a preparing callback
+    cancels the first batch of a window, the next batch takes its place in the same round, so that all others see each
+    window once: if batch 1 is cancelled, preparing callbacks get `before_batch` for 1 and 2, and then the others get it
+    for 2. Raises CancelBatchException if no batch can take its place"""
     while not self.prepare_batch():
-        if not self.settings.log_accum_batch: raise CancelBatchException  # here the next batch is the next round
-        if not self.take_next_batch(last_counts=False): raise CancelBatchException
+        # With log_accum_batch=False, the next batch has a round of its own
+        has_next = self.settings.log_accum_batch and self.take_next_batch(last_counts=False)
+        if not has_next: raise CancelBatchException
     self.send.to_others('before_batch')
 
 @patch
@@ -250,26 +258,32 @@ def run_window(self:WindowLoop)->bool:
     """A round of log_accum_batch=True: runs all batches of a window, of which `learn` holds the first, and takes the
     step; returns whether the round counts. If it does not, loggers see one cancelled batch, as in fastai"""
     loss_before = self.learn.loss
-    last_counts = self.run_batch()
-    while self.take_next_batch(last_counts):
-        last_counts = self.prepare_batch() and self.run_batch()
+    last_counts = self.run_batches_of_window()
     if not self.window.losses.samples: return False  # all were cancelled
     has_step = self.window.is_full or self.batches.plan.remainder == 'step'  # if not, it is dropped or carried
     outcome = self.close_window() if has_step else None
     if outcome is None or outcome in skipped:
         self.loggers.pause_recorders()
-        self.learn.loss = loss_before
+        self.learn.loss = loss_before  # of the last window with a step, which W&B and TensorBoard log again
         return False
     # If only the last batch was cancelled, the round counts, and ends without `after_cancel_batch`. Preparing callbacks
-    # get it here, since to them each batch is one of its own
+    # get this event here, since they take each loader batch for a batch of fastai
     if not last_counts: self.send.to_preparing('after_cancel_batch')
     return True
 
 @patch
+def run_batches_of_window(self:WindowLoop)->bool:
+    "Runs the batch that `learn` holds, and then the other batches of its window; returns whether the last one counts"
+    counts = self.run_batch()
+    while self.take_next_batch(counts):
+        counts = self.prepare_batch() and self.run_batch()
+    return counts
+
+@patch
 def run_one_of_window(self:WindowLoop)->bool:
-    """A round of log_accum_batch=False: runs the batch that `learn` holds, and takes the step if it is the last one of
-    its window; returns whether the batch counts. It does even if the step is skipped, because loggers see the loss of
-    each loader batch"""
+    """A round of log_accum_batch=False: runs the batch that `learn` holds, and takes the step if it is the last batch
+    of its window; returns whether the batch counts. It counts even if the step is skipped, because loggers see the loss
+    of each loader batch"""
     counts = self.run_batch()
     if counts and self.is_complete(): self.close_window()
     return counts
@@ -278,20 +292,20 @@ def run_one_of_window(self:WindowLoop)->bool:
 @patch
 def end_round(self:WindowLoop):
     """After `after_batch`: undoes what the round has changed in loggers. With log_accum_batch=True, logs the number of
-    samples in the window, or 0 if its gradients are no means"""
+    samples in the window, or 0 if its gradients are not means"""
     self.loggers.end_round()
     has_mean = self.window.outcome is Outcome.HAS_MEAN
-    samples = self.window.seen_samples if has_mean else 0
+    samples = self.window.losses.samples if has_mean else 0
     if self.settings.log_accum_batch: self.loggers.log_batch_size(samples)
 
 @patch
 def is_complete(self:WindowLoop)->bool:
-    "Returns whether the window has all its batches: if it is full, or if the epoch ends, and it steps all the same"
+    "Returns whether the window has all its batches: if it is full, or if the epoch ends and it takes its step anyway"
     return self.window.is_full or self.ends_epoch_with_step()
 
 @patch
 def ends_epoch_with_step(self:WindowLoop)->bool:
-    "Returns whether the current batch is the last one, and the window has a step, even if it is not full"
+    "Returns whether the current batch is the last one of the epoch, and its window takes a step, even if not full"
     return self.batches.is_known_to_be_last() and self.batches.plan.remainder == 'step'
 
 # %% ../../nbs/windows/15_loop.ipynb #f6411dbe
@@ -299,10 +313,11 @@ def ends_epoch_with_step(self:WindowLoop)->bool:
 
 @patch
 def load_batch(self:WindowLoop):
-    "Makes `learn` hold the tensors that the loader has yielded; if they may run again, `batches` keeps a copy"
+    """Makes `learn` hold the tensors that the loader has yielded. If they may run again, `batches.current` becomes a
+    copy of them, because callbacks may change the tensors that `learn` holds in place"""
     learn,batches = self.learn,self.batches
-    data = batches.current.data
-    if self.may_be_carried(): batches.copy_current()  # callbacks may change the tensors of `data` in place
+    data = batches.current.data  # the tensors of the loader, not the copy
+    if self.may_be_carried(): batches.copy_current()
     learn._split(learn._set_device(data))
 
 @patch
@@ -328,21 +343,26 @@ def prepare_batch(self:WindowLoop)->bool:
 @patch
 def take_next_batch(self:WindowLoop, last_counts:bool)->bool:
     """With log_accum_batch=True: ends the batch that `learn` holds, for preparing callbacks, and makes `learn` hold the
-    next one of the window. Returns False, and does neither, if the window takes no more batches, or the epoch has no
-    more: this batch is the last one of the round then, and ends with it"""
-    # If as many samples as fill the window were read, and all were cancelled, the round ends as a cancelled batch, too
-    n_read = self.batches.samples_read-self.begun_at
-    is_cancelled = not self.window.losses.samples and n_read >= self.window.size
-    if is_cancelled or self.is_complete() or not self.batches.advance(): return False
+    next batch of the window. Returns False, and does neither, if the window takes no more batches, or the epoch has no
+    more: then this batch is the last one of the round, and ends with the round"""
+    if self.is_complete() or self.is_cancelled(): return False
+    if not self.batches.advance(): return False
     self.end_batch_for_preparing(last_counts)
     self.load_batch()
     return True
 
 @patch
+def is_cancelled(self:WindowLoop)->bool:
+    """Returns whether as many samples as fill the window were read, but callbacks have cancelled all of them. Then the
+    round ends, as a cancelled batch"""
+    n_read = self.batches.samples_read-self.begun_at
+    return n_read >= self.window.size and not self.window.losses.samples
+
+@patch
 def end_batch_for_preparing(self:WindowLoop, counts:bool):
     "Sends the events that end a batch to preparing callbacks, before the next batch of the same window"
-    # A batch that counts has no step of its own. As with fastai's own GradientAccumulation, it looks cancelled to
-    # callbacks that prepare each batch and clean up after it. To all it does if a callback has really cancelled it
+    # If a callback really cancelled the batch, all of them get `after_cancel_batch`. If not, the batch has no step of
+    # its own. As with fastai's own GradientAccumulation, it looks cancelled to callbacks that clean up after each batch
     only_with = ('before_batch','after_batch') if counts else ()
     self.send.to_preparing('after_cancel_batch', only_with)
     # A callback without `before_batch` prepares nothing. It is a logger, and waits for the end of the window
@@ -351,8 +371,8 @@ def end_batch_for_preparing(self:WindowLoop, counts:bool):
 # %% ../../nbs/windows/15_loop.ipynb #4495dc52
 @patch
 def run_batch(self:WindowLoop)->bool:
-    """Runs the passes of the batch that `learn` holds; returns whether it counts. It does not if a callback cancels it,
-    or all its backward passes. Then its window takes the next batch in its place"""
+    """Runs the passes of the batch that `learn` holds. Returns whether it counts: not if a callback cancels it, or all
+    its backward passes. Then its window takes the next batch in its place"""
     window = self.window
     if not window.losses.n_micro: self.fit.update_params()
     if self.strategy.may_repeat:  # then each pass has to begin in the autocast that `before_batch` has entered
@@ -363,7 +383,7 @@ def run_batch(self:WindowLoop)->bool:
         if window.losses.samples > n_before: self.drop_part(n_before)
         return False
     if window.losses.samples == n_before: return False  # all backward passes were cancelled
-    window.note_batch(self.batches.current, self.may_be_carried())
+    if self.may_be_carried(): window.batches.append(self.batches.current)  # a copy: see `load_batch`
     if self.settings.log_accum_batch: self.loggers.update_train_metrics()
     return True
 
@@ -384,9 +404,9 @@ def run_micro_batch(self:WindowLoop,
     "Called by the strategy: runs the forward and backward pass of the micro-batch that `learn` holds"
     window = self.window
     fills_window = window.losses.samples+samples >= window.size
-    is_last_batch = fills_window or self.ends_epoch_with_step()  # the last loader batch of the window
-    ends_window = ends_batch and is_last_batch
-    # The window has no sums yet. If this first micro-batch ends it, it is single, and needs none
+    ends_window = ends_batch and (fills_window or self.ends_epoch_with_step())
+    # Without sums, this is the first micro-batch of the window. If it is also the last one, the window is single, and
+    # `begin` makes no sums
     if window.grads is None: window.begin(self.fit.params, ends_window, self.fit.processes.n)
     if self.autocast is not None: self.autocast.enter_again()
     forward_backward(self.fit, window, samples, rows, ends_window)
@@ -434,7 +454,7 @@ def finalize_gradients(self:WindowLoop)->Outcome:
     if window.grads is not None: window.grads.check()
     warning = self.fit.loss_check.check(window.kept)
     if warning: self.fit.warn_once(warning)
-    processes.reduce_window(window)
+    processes.reduce_window(window)  # from here on, `window.losses` are the sums of all processes, in plain numbers
     if window.losses.items == 0: return Outcome.NO_ITEMS
     # Each gradient is now sum(weight*gradient)/n, over the micro-batches of all n processes, because DDP divides by n.
     # The mean is sum(weight*gradient)/sum(weight), so this divides by sum(weight)/n. For losses that sum, weight_of
@@ -455,11 +475,13 @@ def skips_nonfinite(self:WindowLoop)->bool:
 
 @patch
 def show_window_loss(self:WindowLoop):
-    "Makes loggers see the mean loss of the window. Training metrics pause, because they have seen each loader batch"
+    """Makes loggers see the mean loss of the window, until the end of the round. Training metrics pause, because they
+    have seen each loader batch"""
     learn,window = self.learn,self.window
     self.loggers.pause_train_metrics()
     learn.loss = window.mean_of(window.losses)
-    # A single micro-batch leaves `loss_grad` as fastai does, with its graph
+    # For callbacks that read `loss_grad` in the step: the loss of the last micro-batch is only a part. In a single
+    # window it is the whole, and stays as fastai leaves it, with its graph
     if not window.is_single: learn.loss_grad = learn.loss
 
 @patch
@@ -478,7 +500,7 @@ def take_step(self:WindowLoop):
 
 @patch
 def run_scaled_step(self:WindowLoop):
-    ratio = self.window.seen_samples/self.settings.start_accum_bs
+    ratio = self.window.losses.samples/self.settings.start_accum_bs
     with scaled_hypers(self.learn.opt, self.settings.scale, ratio):
         self.run_step()
         self.loggers.show_hypers(self.learn.opt.hypers)  # they log the values of the step
@@ -502,7 +524,7 @@ def discard_window(self:WindowLoop):
     if window.grads is not None:
         window.end_sums()
         self.drop_gradients()
-    self.window = Window(window.size)
+    self.window = Window(window.size)  # in the middle of a round, `run_window` fills it with further batches
 
 # %% ../../nbs/windows/15_loop.ipynb #63ca88e5
 # For AutoResume, which continues a fit after its process was killed
@@ -522,7 +544,7 @@ def state(self:WindowLoop)->dict:
 @patch
 def go_to(self:WindowLoop, state:dict):
     """For AutoResume, after `begin_epoch`, with the plan of the epoch in which `state` was taken: moves to that place,
-    from where `run_epoch` continues"""
+    from where `run_epoch` continues. AutoResume restores the attributes of the Learner, such as `pct_train`, itself"""
     self.n_steps,n_rounds = state['counts']
-    self.progress.go_to(n_rounds)
+    self.progress.n_rounds = n_rounds
     self.batches.go_to(state['batches'])

@@ -115,16 +115,15 @@ def reduce_window(self:Processes, window:Window):
     up to 3 and 5, over 4 items each, then both processes get a sum of 8 over 8 items. In a single process, the sums
     only move to the CPU"""
     losses = window.losses.on_host()
-    samples = window.seen_samples  # of this process, so far
     if self.n > 1:
         model = self.learn.model
         if not self.has_averaged and not is_sharded(model): self.average_grads()
         # All numbers travel in one message, because each message makes the processes wait for each other. Without items
         # (None), losses are sums
-        loss,items,samples = reduce_numbers(model, [float(losses.loss), losses.items or 0, samples])
-        losses = losses._replace(loss=torch.tensor(loss, dtype=losses.loss.dtype))
+        loss,items,samples = reduce_numbers(model, [float(losses.loss), losses.items or 0, losses.samples])
+        losses = losses._replace(loss=torch.tensor(loss, dtype=losses.loss.dtype), samples=int(samples))
         if losses.items is not None: losses = losses._replace(items=items)
-    window.set_totals(losses, int(samples))
+    window.set_totals(losses)
 
 @patch
 def average_grads(self:Processes):

@@ -23,25 +23,16 @@ class Progress:
     def __init__(self, learn, plan:EpochPlan):
         self.learn = learn
         self.plan = plan
-        self.n_rounds = 0  # rounds that have begun
-
-    def begin_epoch(self):
-        """After fastai has set the position to the beginning of the epoch: moves it back by the share of the batches
-        that were carried into this epoch, which come first"""
-        self.set_pct_train(self.plan.start)
-
-    def go_to(self, n_rounds:int):
-        "Goes on in an epoch of which this many rounds have begun"
-        self.n_rounds = n_rounds
+        self.n_rounds = 0  # rounds of the epoch that have begun. `WindowLoop.go_to` sets it, too
 
     def begin_round(self):
-        "Sets `learn.iter`, the number of the round in its epoch, which is that of a batch to fastai"
+        "Sets `learn.iter`, which fastai takes for the number of a batch, to the number of the round in its epoch"
         self.learn.iter = self.n_rounds
         self.n_rounds += 1
 
     def end_batches(self, samples:int):
-        """After the batches of a round: sets the position to the one after this many samples of the epoch, a negative
-        number in carried batches"""
+        """After the batches of a round: sets the position in the fit to where it is after this many samples of the
+        epoch, a negative number in carried batches"""
         learn = self.learn
         # `after_batch` follows. In it, fastai's TrainEvalCallback comes first, since its order is -10, and adds this to
         # `pct_train`. We subtract it here, so that all callbacks after it find the right position

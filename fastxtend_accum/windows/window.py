@@ -91,22 +91,17 @@ class Outcome(Enum):
 # %% ../../nbs/windows/04_window.ipynb #57e85ef5
 class Window:
     """The loader batches of one optimizer step: at least `size` samples in this process, unless the epoch ends earlier.
-    It begins with its first micro-batch, takes up further ones in its sums, and is closed once it has an `outcome`"""
+    It begins with its first micro-batch, adds further ones to its sums, and is closed once it has an `outcome`"""
     def __init__(self, size:int=1):
         self.size = size
         self.losses = LossSums()  # over the micro-batches that have run; at the end, over those of all processes
-        # `begin` sets both:        one micro-batch   several
-        #   in one process          single, whole     neither
-        #   in several processes    single            neither
-        self.is_single = False  # whether this process has one micro-batch of it, which it computes as fastai does
-        self.is_whole = False  # whether that micro-batch is the whole window, in all processes
+        # `begin` sets both: is_single if this process has only one micro-batch of the window, which it computes as
+        # fastai does; is_whole if this micro-batch is also the whole window, because there is only one process
+        self.is_single = False
+        self.is_whole = False
         self.grads = None  # a GradientSums, while several micro-batches are summed
         self.kept = []  # micro-batches by which `LossCheck` finds out whether sums are exact for this loss
-        self.batches = []  # copies of those that have run, if they may run again in the next epoch
-        # There are two counts of samples. `losses.samples` grows with each micro-batch, and says when the window is
-        # full. This one grows after each loader batch, and is what loggers show: samples that an IterableDataset has
-        # announced, but not yielded, are left out. Once the window is closed, it counts those of all processes
-        self.seen_samples = 0
+        self.batches = []  # copies of the loader batches that have run in it, if the next epoch may run them again
         self.outcome = None  # an Outcome, once it is closed
 
     @property
@@ -128,15 +123,15 @@ class Window:
         self.grads = None
 
     def weight_of(self, items:Count|None)->Count:
-        """Returns the weight of a loss that averages over `items`: items/unit. Returns 1 if the loss is a sum (None),
-        because sums are added up as they are, or if it is the only one of the window. The items of several losses have
-        the sum of their weights"""
+        """Returns the weight of a loss that averages over `items`: items/unit. For the items of several losses
+        together, returns the sum of their weights. Returns 1 if losses are sums (`items` is None), because sums are
+        added up as they are, and if the window has only one loss, which is its mean as it is"""
         if items is None or self.is_whole: return 1
         return items/power_of_two(self.size)
 
     def mean_of(self, losses:LossSums)->Tensor:
-        """Returns the mean over some of the losses in this window, from their sums: 0 if they have no items. If they
-        are losses that sum, returns their sum"""
+        """Returns the mean over some of the losses in this window, from their sums: 0 if they have no items. If these
+        losses are sums, returns the sum of them"""
         mean = losses.loss/self.weight_of(losses.items)
         return zero_if_empty(losses.items, mean)
 
@@ -147,26 +142,21 @@ class Window:
         if self.grads is not None: self.grads.accept()
 
     def add_samples(self, samples:int):
-        """Adds samples that fill the window, but have no part in its mean: they have no targets, or a callback has
-        cancelled their backward pass"""
+        """Adds samples that fill the window, but have no part in its mean: those of a batch without targets and, by
+        `MicroBatches`, of micro-batches whose backward pass is cancelled, while others of the same batch have run"""
         self.losses = self.losses._replace(samples=self.losses.samples+samples)
-
-    def note_batch(self, batch, may_be_carried:bool):
-        "Called after a loader batch has run: counts its samples. Keeps the batch if the next epoch may run it again"
-        self.seen_samples += min(batch.samples, batch.rows)  # the last one of an IterableDataset may have fewer rows
-        if may_be_carried: self.batches.append(batch)
 
 # %% ../../nbs/windows/04_window.ipynb #3ad9e0f7
 @patch
-def set_totals(self:Window, losses:LossSums, samples:int):
-    "Called after the last micro-batch: puts the sums and samples of all processes in the place of this one's"
+def set_totals(self:Window, losses:LossSums):
+    "Called after the last micro-batch: replaces the sums of this process by the sums of all processes"
     self.losses = losses
-    self.seen_samples = samples
 
 @patch
 def restart_batch(self:Window, losses:LossSums, n_kept:int):
     """Called if memory ran out in a loader batch, which is going to run again, perhaps in another number of
-    micro-batches: goes back to the sums, and to the `n_kept` micro-batches for the check, from before this batch"""
+    micro-batches: goes back to the sums, and to the `n_kept` micro-batches for the check, from before this batch. The
+    caller, `BatchUndo`, restores the gradients"""
     self.losses = losses
     del self.kept[n_kept:]
     if not losses.n_micro: self.end_sums()  # it was the first batch. `begin` is called again
