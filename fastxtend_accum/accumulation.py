@@ -137,7 +137,7 @@ def remainder_for(self:GradientAccumulation, dl)->str:
 @patch
 def check(self:GradientAccumulation, plan:EpochPlan):
     "Raises ValueError if the windows do not suit the Learner; warns about callbacks and hooks that see parts of them"
-    WindowCallback.check(self, plan)
+    WindowCallback.check(self, plan)  # by its name, because `super()` does not work in a function with `@patch`
     fit = self.loop.fit
     if self.accum_bs: self.check_multiples(plan.info, fit.processes.n)
     params = trained_params(self.learn.opt)

@@ -337,14 +337,15 @@ def loader_batches(self:EpochBatches)->Iterator[list[LoaderBatch]]:
 def counted(self:EpochBatches, data:tuple, start:int)->LoaderBatch:
     """Returns a batch with its counts (see `LoaderInfo`). It begins after `start` samples of the epoch. Its samples are
 
-    - as many as were planned, if the length is exact, even if it has more rows
-    - as many as the DataLoader states otherwise, but not more than its rows: the last batch of a stream may have fewer
+    - as many as were planned, if the length is exact, even if it has more rows; but not if none were planned, because
+      the DataLoader yields more than its length announces
+    - otherwise as many as the DataLoader states, but not more than its rows: the last batch of a stream may have fewer
     - its rows, if the DataLoader states no batch size"""
     info = self.info
     left = max(info.n_planned-start, 0)  # 0 if the DataLoader yields more
     planned = min(self.plan.bs, left)  # the last batch may be smaller
     rows = n_rows(data, planned if info.states_batch_size else None)
-    if info.has_exact_length: samples = planned
+    if info.has_exact_length and planned > 0: samples = planned
     elif info.states_batch_size: samples = min(self.plan.bs, rows)
     else: samples = rows
     return LoaderBatch(data, samples, planned, rows)

@@ -187,8 +187,8 @@ def next_round(self:WindowLoop)->bool:
 def end_epoch(self:WindowLoop):
     """After the last round of an epoch: if a window is still open, because it is not full, treats it as the remainder
     says: takes its step, drops its batches, or leaves them to the next epoch"""
-    # With the remainder 'step', only a round of log_accum_batch=False leaves a window open: if its batch is cancelled,
-    # or if it did not know that no batch would follow
+    # With the remainder 'step', only log_accum_batch=False leaves a window open: if the last batch is cancelled, or if
+    # the length of the DataLoader is not exact, so that only the next read shows that this batch was the last one
     if self.window.is_open and self.batches.plan.remainder == 'step':
         try: self.close_window()
         except CancelBatchException: pass  # raised in the step; no batch is left that it could cancel
@@ -200,7 +200,7 @@ def end_epoch(self:WindowLoop):
 def check_has_trained(self:WindowLoop):
     """At the end of an epoch: raises ValueError if no window of the fit has run yet, because each epoch is shorter than
     a window, and its batches are dropped"""
-    # A round only begins if there are batches for a window. Without a round, earlier epochs may have had some
+    # A round begins only if there are batches for a window. If this epoch has none, an earlier one may have had steps
     has_run = self.progress.n_rounds > 0 or self.n_steps > 0
     if has_run or self.batches.plan.remainder != 'drop': return
     size = self.batches.plan.window_size(0)*self.fit.processes.n
@@ -362,7 +362,8 @@ def is_cancelled(self:WindowLoop)->bool:
 def end_batch_for_preparing(self:WindowLoop, counts:bool):
     "Sends the events that end a batch to preparing callbacks, before the next batch of the same window"
     # If a callback really cancelled the batch, all of them get `after_cancel_batch`. If not, the batch has no step of
-    # its own. As with fastai's own GradientAccumulation, it looks cancelled to callbacks that clean up after each batch
+    # its own, and looks cancelled, as with fastai's own GradientAccumulation: but only to callbacks that prepare each
+    # batch and clean up after it, which have all three events
     only_with = ('before_batch','after_batch') if counts else ()
     self.send.to_preparing('after_cancel_batch', only_with)
     # A callback without `before_batch` prepares nothing. It is a logger, and waits for the end of the window
@@ -462,15 +463,15 @@ def finalize_gradients(self:WindowLoop)->Outcome:
     sum_of_weights = window.weight_of(window.losses.items)
     divide_gradients(self.fit.params.summed, sum_of_weights/processes.n)
     window.end_sums()
-    return Outcome.NONFINITE if self.skips_nonfinite() else Outcome.HAS_MEAN
+    is_skipped = self.settings.skip_nonfinite and self.has_nonfinite()
+    return Outcome.NONFINITE if is_skipped else Outcome.HAS_MEAN
 
 # %% ../../nbs/windows/15_loop.ipynb #6c1f0b92
 @patch
-def skips_nonfinite(self:WindowLoop)->bool:
-    "Returns whether NaN or infinity in a gradient of any process is a reason to skip the step"
+def has_nonfinite(self:WindowLoop)->bool:
+    "Returns whether a gradient in any process contains NaN or infinity; False if a GradScaler is going to find out"
     learn = self.learn
-    if not self.settings.skip_nonfinite: return False
-    if scales_loss(learn): return False  # a GradScaler finds and skips such a step itself
+    if scales_loss(learn): return False
     return bool(max_over_processes(learn, not is_finite(self.fit.params.summed)))
 
 @patch
