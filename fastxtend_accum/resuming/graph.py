@@ -69,18 +69,19 @@ class Graph:
         while self.waiting:
             path = self.waiting.pop()
             o = self.objects[path]
-            for part,value in parts_of(path, o).items(): self.begun[part] = Search(self, part, value).value
+            for part,value in parts_of(path, o).items():
+                self.begun[part] = Search(self, part, value).value
             for hook in hooks_of(o): Search(self, (path,'hook'), hook)
 
     def add(self, place:str, o):
         """Adds an object that was found at a `place`, a path, unless the object has a path already. Its path is the
-        place, with a number if other objects were found there before, as in a list: 'cb.items', 'cb.items[1]'. Its
+        place, with a number if other objects were found there before, as in a list: 'cb.items', 'cb.items.[1]'. Its
         parts are searched later. A model comes with its layers and weights, a function with the variables of its
         closure"""
         if id(o) in self.paths: return
         n = self.n_found[place]
         self.n_found[place] += 1
-        path = f'{place}[{n}]' if n else place  # not 'cb.nets.1', which may be layer 1 of the net at 'cb.nets'
+        path = f'{place}.[{n}]' if n else place  # not 'cb.nets.1', which may be layer 1 of the net at 'cb.nets'
         self.objects[path] = o
         self.paths[id(o)] = path
         self.waiting.append(path)

@@ -23,7 +23,8 @@ def settings_of(learn)->dict:
     res = {('processes',''): str(n_processes(learn))}
     scheduled = nested_attr(learn, 'param_scheduler.scheds', {})
     for i,hypers in enumerate(learn.opt.hypers):
-        for name in hypers.keys()-scheduled: res[f'{name} of group {i}',''] = str(hypers[name])
+        for name in hypers.keys()-scheduled:
+            res[f'{name} of group {i}',''] = str(hypers[name])
     return res
 
 # The parts that hold all hyper-parameters, which `settings_of` returns one by one. After Ctrl-C, an optimizer has the
@@ -42,10 +43,8 @@ def check_same(
     the saved fit has changed since is not compared, nor anything inside it, because its value comes from the file: for
     example, a list of losses, which is empty in a new process, but not if the same Learner goes on after Ctrl-C"""
     # Settings, and parts that the file could not keep, have no digest when it was saved: they count as unchanged
-    changed = []
-    for part,then in begun.items():
-        # What is inside 'cb.items' is at 'cb.items.name' or 'cb.items[1].name'
-        if digests.get(part, then) != then: changed += [place_of(part)+'.', place_of(part)+'[']
+    # What is inside 'cb.losses' begins with 'cb.losses.', and 'cb.losses_n' does not
+    changed = [place_of(part)+'.' for part,then in begun.items() if digests.get(part, then) != then]
     errors = []
     for part,then in begun.items():
         now = graph.begun.get(part)
@@ -68,7 +67,7 @@ def check_same(
 # %% ../../nbs/resuming/04_identity.ipynb #6c2e91d4
 def text_of(part:tuple)->str:
     "Returns a part as users write it"
-    return place_of(part).replace('..', '.').strip('.')
+    return re.sub(r'\.+', '.', place_of(part)).strip('.')
 
 # What may differ
 
