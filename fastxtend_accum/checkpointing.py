@@ -67,9 +67,9 @@ def check_recomputable(model):
                      f"{type(model).__name__} again: leave out torch.compile, and use DistributedDataParallel")
 
 def configs_with_cache(model)->list:
-    """Returns the configurations of the Transformers models in `model` that use a key-value cache. It is switched off
-    there, because both runs of a block would append to it. The list may hold a configuration several times, since
-    modules share it"""
+    """Returns the configurations of the Transformers models in `model` that use a key-value cache. `context` switches
+    the cache off in them, because both runs of a block would append to it. The list may hold a configuration several
+    times, since modules share it"""
     configs = [getattr(m, 'config', None) for m in model.modules()]
     return [o for o in configs if getattr(o, '__dict__', {}).get('use_cache')]
 

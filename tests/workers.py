@@ -87,7 +87,7 @@ def whole_weights(m):
 
 def adapted(learn):
     "Returns the size of micro-batches, and the number of recomputed blocks, that this process has found"
-    sizes = [cb.micro_bs for cb in learn.cbs if hasattr(cb, 'micro_bs')]
+    sizes = [cb.micro_bs for cb in learn.cbs if getattr(cb, 'micro_bs', None)]
     return sizes+[cb.n_recomputed for cb in learn.cbs if hasattr(cb, 'n_recomputed')]
 
 

@@ -39,8 +39,7 @@ class Loggers:
             # has none, as fastxtend's
             attrs = vars(rec)
             attrs['accum_bs'] = []  # samples of each window; new in each fit, as the Recorder's list of losses
-            uses_train_metrics = attrs.get('train_metrics')
-            if uses_train_metrics: self.train_metrics += rec.metrics  # which returns the metrics of the Learner
+            if attrs.get('train_metrics'): self.train_metrics += rec.metrics  # which returns the metrics of the Learner
 
     def log_batch_size(self, samples:int):
         """At the end of a round, after loggers have had their `after_batch`: logs the `samples` of its window. They are
@@ -48,8 +47,7 @@ class Loggers:
         for rec in self.recorders:
             # `accum_bs` has an entry for each entry of `losses`. The Recorder adds no loss if it is paused, because the
             # step is skipped, or if the batch has no targets
-            has_new_loss = len(rec.losses) > len(rec.accum_bs)
-            if has_new_loss: rec.accum_bs.append(samples)
+            if len(rec.losses) > len(rec.accum_bs): rec.accum_bs.append(samples)
         if not samples: return
         for cb in self.tensorboard:
             cb.writer.add_scalar('accumulation_batch_size', samples, self.learn.train_iter)

@@ -110,10 +110,13 @@ class Processes:
 # %% ../../nbs/windows/07_processes.ipynb #885f686c
 @patch
 def reduce_window(self:Processes, window:Window):
-    """After the last micro-batch: makes the sums of `window` those over all processes, and its gradients the mean over
-    processes, unless DDP has averaged them in the last backward pass. For example, if the losses of two processes sum
-    up to 3 and 5, over 4 items each, then both processes get a sum of 8 over 8 items. In a single process, the sums
-    only move to the CPU"""
+    """After the last micro-batch, makes two things those of all processes, in each process:
+
+    - the gradients: their mean over processes, unless DDP has averaged them in the last backward pass
+    - the sums of `window`: if the losses of two processes sum up to 3 and 5, over 4 items each, both get a sum of 8
+      over 8 items
+
+    In a single process, the sums only move to the CPU"""
     losses = window.losses.on_host()
     if self.n > 1:
         model = self.learn.model
