@@ -137,6 +137,12 @@ def fit_from_start(learn):
     return torch.cat([weights(learn), tensor(losses(learn)), tensor(learn.recorder.lrs)])
 
 
+@pytest.fixture(scope='module')
+def fresh():
+    "Returns what a fit of a new Learner leaves, by kind"
+    return {kind: fit_from_start(new_learner(kind)) for kind in KINDS}
+
+
 def assert_works(learn, expected):
     "Asserts that validation, prediction and the next fit are those of a new Learner, whose fit has left `expected`"
     with quiet(learn):
@@ -184,5 +190,3 @@ def go_on_with_copies(learn, expected, plain):
 
 
 WAYS_TO_GO_ON = [go_on, go_on_without, go_on_with_exports, go_on_with_copies]
-
-__all__ = [o for o in globals() if not o.startswith(('_', 'test'))]

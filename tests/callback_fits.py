@@ -196,6 +196,3 @@ def assert_same_log(a, b, rate_tol):
     assert_same(a.lrs, b.lrs, rate_tol)
     assert_same(flat([a.losses]), flat([b.losses]), FLOAT32)
     assert_same(flat(a.values), flat(b.values), FLOAT32)
-
-
-__all__ = [o for o in globals() if not o.startswith(('_', 'test'))]

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 from contextlib import contextmanager
 
+import pytest
 import torch
 from hypothesis import settings
 from torch.amp import GradScaler, autocast
@@ -40,6 +41,9 @@ def data(n, seed=1):
     return inputs, targets
 
 
+def samples(n): return list(zip(*data(n)))
+
+
 def tokens():
     "Returns 24 sequences of 5 tokens and their labels. Most are ignored: whole sequences of them, and unevenly"
     generator = torch.Generator().manual_seed(2)
@@ -54,7 +58,7 @@ def tokens():
 class Stream(torch.utils.data.IterableDataset):
     "`n` samples, one after the other, of which another number may be announced"
     def __init__(self, n, announced=None):
-        self.samples = list(zip(*data(n)))
+        self.samples = samples(n)
         self.announced = n if announced is None else announced
 
     def __len__(self): return self.announced
@@ -117,6 +121,11 @@ def fit_aloud(learn, n_epoch=3, lr=0.1, method='fit', **kwargs):
         if isinstance(o, str): print(o)
     with learn.no_bar(), override_attr(learn, 'logger', print_text): getattr(learn, method)(n_epoch, lr, **kwargs)
     return learn
+
+
+def find_rate(learn, num_it, **kwargs):
+    "Returns what `lr_find` suggests after `num_it` steps"
+    with quiet(learn): return learn.lr_find(num_it=num_it, show_plot=False, **kwargs)
 
 
 def weights(learn):
@@ -212,6 +221,26 @@ def assert_apart(a, b, least=1e-3):
 def assert_moved(learn):
     "Asserts that training has changed the weights of `model()`"
     assert_apart(learn, model())
+
+
+def assert_steps(learn, steps, n=96):
+    "Asserts that a fit on `n` samples has left the weights that plain PyTorch has after these steps"
+    expected, _ = reference(steps, n, sgd)
+    assert_same(weights(learn), expected, ROUNDING)
+    if steps: assert_moved(learn)
+
+
+def assert_trained_as(learn, expected):
+    "Asserts that training has changed the weights of `model()`, to those of `expected` but for rounding"
+    assert_moved(learn)
+    assert_same_weights(learn, expected, ROUNDING)
+
+
+def assert_refused(learn, error, says):
+    "Asserts that a fit ends in an error with this text, before the weights move"
+    before = weights(learn)
+    with pytest.raises(error, match=says): fit(learn, 1)
+    assert_same(weights(learn), before)
 
 
 # Helpers
@@ -325,6 +354,3 @@ def smoothed(losses):
         smooth.accumulate(SimpleNamespace(loss=tensor(o)))
         res.append(float(smooth.value))
     return res
-
-
-__all__ = [o for o in globals() if not o.startswith(('_', 'test'))]  # fastcore's test_eq and the like are no tests

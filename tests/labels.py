@@ -35,6 +35,3 @@ def learner_of(samples, bs, cbs, loss_func, m=None, **kwargs):
     opt_func = partial(SGD, mom=0.9)
     cbs = [*L(cbs), SkipValidation()]
     return Learner(DataLoaders(train, valid), m, loss_func, opt_func=opt_func, cbs=cbs, **kwargs)
-
-
-__all__ = [o for o in globals() if not o.startswith(('_', 'test'))]

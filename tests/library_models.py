@@ -1,24 +1,17 @@
 "Learners of models of libraries, small and for random data"
 import timm
 from fastai.callback.rnn import rnn_cbs
-from fastai.text.all import AWD_LSTM
-from fastai.text.all import LMDataLoader
-from fastai.text.all import awd_lstm_lm_config
-from fastai.text.all import get_language_model
-from fastai.vision.all import CategoryBlock
-from fastai.vision.all import DataBlock
-from fastai.vision.all import ImageBlock
-from fastai.vision.all import MaskBlock
-from fastai.vision.all import PILImage
-from fastai.vision.all import PILMask
-from fastai.vision.all import aug_transforms
-from fastai.vision.all import resnet18
-from fastai.vision.all import unet_learner
-from fastai.vision.all import vision_learner
-from fastai.vision.models.xresnet import ResBlock
-from fastai.vision.models.xresnet import XResNet
+from fastai.text.all import AWD_LSTM, LMDataLoader, awd_lstm_lm_config, get_language_model
+from fastai.vision.all import (CategoryBlock, DataBlock, ImageBlock, MaskBlock, PILImage, PILMask, aug_transforms,
+                               resnet18, unet_learner, vision_learner)
+from fastai.vision.models.xresnet import ResBlock, XResNet
 
 from common import *
+
+
+class Residual(nn.Sequential):
+    "A list of layers with a forward pass of its own"
+    def forward(self, x): return x+super().forward(x)
 
 
 def random_pixels(seed, n_values, *channels):

@@ -7,6 +7,12 @@ def run_out_of_memory(*args):
     raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
 
 
+def split_auto(accum_bs=None): return GradientAccumulation(accum_bs, micro_batch_size='auto')
+
+
+auto_cache = partial(GradientCache, 'auto')
+
+
 class MemoryLimit:
     """Lets memory run out in passes of `m` with more than `samples` samples, and notes the sizes of all passes, also of
     those that fail. A retry would undo what `m` itself noted"""

@@ -280,6 +280,3 @@ def parts_of(pred, targets, sizes=(8, 5)):
     return [
         tuple(o[:first] for o in tensors),
         tuple(o[first:first+second] for o in tensors)]
-
-
-__all__ = [o for o in globals() if not o.startswith(('_', 'test'))]

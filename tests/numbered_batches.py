@@ -52,9 +52,7 @@ def samples_of(window, n):
 def assert_trained_on(learn, n, windows):
     "Asserts the weights of plain PyTorch after a step on each of the windows, which are a text with blanks between"
     steps = [(samples_of(window, n), 0) for window in windows.split()]
-    expected, _ = reference(steps, n, sgd)
-    assert_same(weights(learn), expected, ROUNDING)
-    if steps: assert_moved(learn)
+    assert_steps(learn, steps, n)
 
 
 def accumulated_learner(n, cbs=(), k=4, **kwargs):

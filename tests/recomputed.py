@@ -1,5 +1,6 @@
 "Fits with recomputed blocks, and the plain fits that they equal bit for bit"
 from common import *
+from limited_memory import auto_cache, split_auto
 from stateful import Adds
 from fastxtend_accum.demo import Activations
 
@@ -169,8 +170,3 @@ class Chain(nn.Module):
 def chain(make_block):
     return regression(partial(Chain, make_block))
 
-
-# Callbacks that take as many samples at a time as fit
-
-auto_micro_batches = partial(GradientAccumulation, micro_batch_size='auto')
-auto_cache = partial(GradientCache, 'auto')

@@ -10,9 +10,8 @@ class OnTargets(Callback):
 
     @classmethod
     def learner(cls, bs, cbs):
-        samples = list(zip(*data(N)))
         cbs = [*cls.callbacks(), *cbs]
-        return learner_of(samples, cls.make_loss(), model(), bs, cbs, **cls.args)
+        return learner_of(samples(N), cls.make_loss(), model(), bs, cbs, **cls.args)
 
     @classmethod
     def callbacks(cls): return [cls()]

@@ -7,7 +7,7 @@ from fastai.data.load import DataLoader as FastaiLoader
 
 from situations import *
 
-SAMPLES = list(zip(*data(N)))
+SAMPLES = samples(N)
 
 
 class OfForm:

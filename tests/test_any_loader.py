@@ -140,11 +140,10 @@ def test_windows_stay_as_large_as_they_are(sizes, micro_batch_size, change):
 def test_smaller_batches_take_the_place_of_a_cancelled_one(event):
     "The first batch would have filled its window by itself; two take its place"
     batches = [[0, 1, 2, 3], [4, 5], [6, 7], [8, 9, 10, 11]]
-    loader = tud.DataLoader(SAMPLES, batch_sampler=batches)
     accum = GradientAccumulation(4, micro_batch_size=4)
-    cancels_first = Fault(CancelBatchException, event, 1, 5)
-    learn = Learner(DataLoaders(loader, loader), model(), mse, opt_func=SGD, lr=.1, cbs=[cancels_first, accum])
-    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    learn = make_learner(4, n=50, cbs=[Fault(CancelBatchException, event, 1, 5), accum])
+    use_batches(learn, [batches])
+    fit(learn, 1)
     steps = [(batches[1]+batches[2], 0), (batches[3], 0)]
     assert accum.opt_steps == 2
-    assert_same(weights(learn), reference(steps, 50, sgd)[0], ROUNDING)
+    assert_steps(learn, steps, 50)

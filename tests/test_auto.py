@@ -6,12 +6,9 @@ import pytest
 from fastai.callback.mixup import MixUp
 
 from common import *
-from limited_memory import MemoryLimit, OutOfMemory, run_out_of_memory
+from limited_memory import *
 
 FLOAT32 = 5e-6  # rounding of float32 weights
-
-
-def split_auto(accum_bs=None): return GradientAccumulation(accum_bs, micro_batch_size='auto')
 
 
 # The fit

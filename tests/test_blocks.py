@@ -3,15 +3,13 @@ from collections import Counter
 
 import pytest
 import timm
-from fastai.text.all import AWD_LSTM
-from fastai.text.all import awd_lstm_lm_config
-from fastai.text.all import get_language_model
-from fastai.vision.all import create_vision_model
-from fastai.vision.all import resnet18
+from fastai.text.all import AWD_LSTM, awd_lstm_lm_config, get_language_model
+from fastai.vision.all import create_vision_model, resnet18
 from torch.nn.utils.parametrizations import weight_norm
 from torchvision.models import vgg11
 
 from common import *
+from library_models import Residual
 from fastxtend_accum.memory.blocks import check_blocks, find_blocks, grouped
 
 
@@ -36,11 +34,6 @@ def count_kinds(make, *args, **kwargs):
 
 def two_layers():
     return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
-
-
-class Residual(nn.Sequential):
-    "A list of layers with a forward pass of its own"
-    def forward(self, x): return x+super().forward(x)
 
 
 def residual(): return Residual(*two_layers())

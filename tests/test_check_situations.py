@@ -37,9 +37,6 @@ FOUND = [
     *[(cls, 'split') for cls in (PerturbsWeights, NotesNorms)]]
 
 
-def name_of(o): return o.__name__ if isinstance(o, type) else None
-
-
 def check(situation, way='windows', **kwargs):
     bs, cbs = WAYS[way]()
     return situation(bs, cbs).check_accum(verbose=False, **kwargs)
@@ -62,7 +59,7 @@ class DividesByAverage(MSE):
 
 def regression(m, loss_func):
     "Returns a situation: a Learner that trains `m` by this loss"
-    return partial(learner_of, list(zip(*data(N))), loss_func, m)
+    return partial(learner_of, samples(N), loss_func, m)
 
 
 @pytest.mark.parametrize('loss_func,way', [(worst, 'windows'), (DividesByAverage(), 'split')])

@@ -3,6 +3,7 @@ import pytest
 from torch.nn.utils import parametrizations
 
 from common import *
+from limited_memory import MemoryLimit, OutOfMemory
 from stateful import *
 from fastxtend_accum.windows import forward_backward
 from fastxtend_accum.windows.description import Differences, how_made_up, log_message
@@ -130,43 +131,23 @@ def test_a_schedule_names_what_differs_in_later_windows(capsys, bs, start, at_on
     assert line == f'{sizes}. Same as one batch, except: layers with buffers (BatchNorm1d).\n'
 
 
-class Largest(nn.Module):
-    "Runs out of memory in training above `limit` numbers"
-    def __init__(self, m, limit):
-        super().__init__()
-        self.m = m
-        self.limit = limit
-
-    def forward(self, x):
-        if self.training and x.numel() > self.limit: raise torch.OutOfMemoryError('CUDA out of memory')
-        return self.m(x)
-
-
-@pytest.mark.parametrize('bs, limit, micro_bs', [(48, 150, 24), (50, 65, 13)])
+@pytest.mark.parametrize('bs, limit, micro_bs', [(48, 30, 24), (50, 13, 13)])
 def test_auto_says_what_fits_of_a_batch(capsys, bs, limit, micro_bs):
     "Once, however often smaller ones fit: a shorter last batch gives no further line"
-    m = Largest(with_both(), limit)
+    m = with_both()
+    MemoryLimit(m, limit)
     said = line_of(capsys, bs, GradientAccumulation(micro_batch_size='auto'), m=m, n=2*bs+7, n_epoch=3)
     assert said == size_words(bs, micro_bs)+DIFFERENCES+'\n'
 
 
-class FailsOnce(Callback):
-    "Memory runs out after the forward pass of a batch in training"
-    def __init__(self, batch):
-        self.batch = batch
-
-    def after_pred(self):
-        if not self.training or self.iter != self.batch: return
-        self.batch = None
-        raise torch.OutOfMemoryError('CUDA out of memory')
-
-
-@pytest.mark.parametrize('batch', [0, 2])
-@pytest.mark.parametrize('cb_type', [GradientAccumulation, GradientCache])
-def test_the_line_has_the_size_that_was_found_at_last(capsys, cb_type, batch):
+@pytest.mark.parametrize('cb_type, times', [
+    (GradientAccumulation, (1, 2, 3)),
+    (GradientAccumulation, (1, 2, 11)),  # the last one in the first pass of the third batch
+    (GradientCache, (1, 2, 3)),
+    (GradientCache, (1, 2, 5))])
+def test_the_line_has_the_size_that_was_found_at_last(capsys, cb_type, times):
     "Not that of an earlier pass, which has shown what differs; here it is 8, and then 4"
-    m = Largest(with_both(), 5*8)
-    said = line_of(capsys, 32, FailsOnce(batch), cb_type(micro_batch_size='auto'), m=m)
+    said = line_of(capsys, 32, OutOfMemory('after_pred', *times), cb_type(micro_batch_size='auto'), m=with_both())
     last = said.splitlines()[-1]
     assert 'at most 4 ' in last
     assert DIFFERENCES in last
@@ -217,15 +198,15 @@ def fit_silently(learn):
     fit(learn, 1)
 
 
-def find_rate(learn):
+def find_rate_aloud(learn):
     with learn.no_bar(): learn.lr_find(num_it=5, show_plot=False)
 
 
 @pytest.mark.parametrize('make_cb, train', [
     (lambda: GradientAccumulation(32, micro_batch_size=8), fit_silently),
-    (lambda: GradientAccumulation(micro_batch_size='auto'), find_rate),
+    (lambda: GradientAccumulation(micro_batch_size='auto'), find_rate_aloud),
     (lambda: GradientCache('auto'), fit_silently),
-    (ActivationCheckpointing, find_rate)])
+    (ActivationCheckpointing, find_rate_aloud)])
 def test_the_fit_after_a_silent_one_prints_it(capsys, make_cb, train):
     learn = make_learner(32, cbs=make_cb())
     train(learn)

@@ -290,8 +290,3 @@ def test_autocast_that_is_left_in_a_pass_is_entered_again_before_the_next():
         context.__exit__(None, None, None)
         assert not torch.is_autocast_enabled('cpu')
     assert events.autocast_depth() == 0
-
-
-def test_a_learner_is_finding_a_rate_if_it_has_an_lr_finder():
-    assert not events.is_finding_rate(small_learner([]))
-    assert events.is_finding_rate(small_learner([LRFinder()]))

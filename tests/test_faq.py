@@ -62,11 +62,6 @@ def test_another_size_compiles_again_unless_it_is_dynamic(kwargs, n_graphs):
     assert_moved(small)
 
 
-def test_activation_checkpointing_of_a_compiled_model_is_an_error():
-    with pytest.raises(ValueError, match='compiled.* OptimizedModule again: leave out torch.compile'):
-        fit_compiled(ActivationCheckpointing())
-
-
 # Dice
 
 def test_the_gradient_of_cross_entropy_and_dice_in_micro_batches_is_as_far_off_as_the_faq_says():

@@ -1,8 +1,6 @@
 "Errors, Ctrl-C and cancellations leave nothing behind: the Learner stays whole, and lets go of model and memory"
 import gc
-import io
 import weakref
-from contextlib import redirect_stdout
 
 import pytest
 
@@ -14,12 +12,6 @@ FAULT_ORDERS = [-100, 6.5, 99]  # of a callback that fails: around fastai's and 
 FAULT_EVENTS = [event for event in EVENTS if event != 'after_cancel_batch']  # comes only if something was cancelled
 
 pytestmark = pytest.mark.filterwarnings('ignore:before_batch of Fault is called once per window')
-
-
-@pytest.fixture(scope='module')
-def fresh():
-    "Returns what a fit of a new Learner leaves, by kind"
-    with redirect_stdout(io.StringIO()): return {kind: fit_from_start(new_learner(kind)) for kind in KINDS}
 
 
 # Whatever fails, wherever it fails

@@ -251,10 +251,6 @@ def test_plot_accum_bs_of_a_fit_without_sizes_is_an_error(cbs):
 
 # lr_find
 
-def find_rate(learn, num_it):
-    with quiet(learn): return learn.lr_find(num_it=num_it, stop_div=False, show_plot=False)
-
-
 def exponential(num_it):
     "Returns the learning rates of `lr_find`"
     curve = SchedExp(1e-7, 10)
@@ -267,7 +263,7 @@ def test_lr_find_is_that_of_the_large_batch(kind, n=100, drop_last=False):
     bs, accum = KINDS[kind]
     large = make_learner(32, n=n, drop_last=drop_last)
     small = make_learner(bs, n=n, drop_last=drop_last, cbs=accum())
-    assert find_rate(small, 40) == find_rate(large, 40)
+    assert find_rate(small, 40, stop_div=False) == find_rate(large, 40, stop_div=False)
     assert len(losses(large)) == 40
     assert_same(small.recorder.lrs, large.recorder.lrs)
     relative_losses = as_tensor(losses(small))/as_tensor(losses(large))  # they grow
@@ -287,7 +283,7 @@ def test_lr_find_has_all_its_iterations(n, bs, accum_bs, num_it, remainder):
     "However many windows an epoch has"
     accum = GradientAccumulation(accum_bs, remainder=remainder)
     learn = make_learner(bs, n=n, cbs=accum)
-    find_rate(learn, num_it)
+    find_rate(learn, num_it, stop_div=False)
     n = max(num_it, 6)
     assert_same(learn.recorder.lrs, exponential(n), 1e-9)
     assert len(losses(learn)) == n
@@ -304,7 +300,7 @@ def test_lr_find_leaves_out_windows_that_are_skipped():
     "Like batches that are cancelled: each is an iteration without a point"
     learn = make_learner(8, n=44, cbs=GradientAccumulation(8, num_items=items_but_in_the_second_batch))
     with pytest.warns(UserWarning, match='skipped a step: its window has nothing to average over'):
-        find_rate(learn, 20)
+        find_rate(learn, 20, stop_div=False)
     kept = [rate for i, rate in enumerate(exponential(20)) if i%6 != 1]
     assert len(kept) == 16
     assert_same(learn.recorder.lrs, kept, 1e-9)

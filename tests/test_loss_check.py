@@ -3,6 +3,7 @@ import pytest
 from fastai.callback.mixup import MixUp
 from fastai.losses import *
 
+from callback_fits import At
 from common import *
 from labels import *
 from loss_table import *
@@ -281,8 +282,7 @@ def test_the_fit_after_an_interrupt_or_lr_find_checks_its_own_loss(next_name, n_
     learn = learner_of_maps(INEXACT['combined'], 4, GradientAccumulation(16))
     with pytest.raises(KeyboardInterrupt):
         fit(learn, 1, cbs=Fault(KeyboardInterrupt, 'after_pred', 2, 0))
-    with quiet(learn):
-        learn.lr_find(num_it=12, show_plot=False)
+    find_rate(learn, 12)
     learn.loss_func = (EXACT | INEXACT)[next_name].loss_func
     assert len(warnings_of(learn)) == n_warnings
 
@@ -292,8 +292,7 @@ def test_micro_batches_of_different_losses_are_not_compared(monkeypatch):
     compared = []
     monkeypatch.setattr(loss_check, 'is_inexact', lambda loss_func, kept: compared.append(loss_func))
     def exchange(self): self.learn.loss_func = partial(of_all)
-    exchanges = Callback(before_batch=exchange)
-    exchanges.order = 20
+    exchanges = At('before_batch', exchange, 20)
     fit(learner_of(labelled(16*4), 4, [GradientAccumulation(16), exchanges], of_all), 1)
     assert compared == []
 
@@ -309,8 +308,7 @@ class OfRoot:
 def test_a_method_that_is_set_again_for_each_batch_is_the_same_loss():
     owner = OfRoot()
     def exchange(self): self.learn.loss_func = owner.loss
-    exchanges = Callback(before_batch=exchange)
-    exchanges.order = 20
+    exchanges = At('before_batch', exchange, 20)
     assert len(warnings_of(learner_of(labelled(16*4), 4, [GradientAccumulation(16), exchanges], owner.loss))) == 1
 
 

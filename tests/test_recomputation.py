@@ -199,7 +199,7 @@ def test_lr_find_and_the_fit_after_it(ours):
     found = []
 
     def find_and_fit(learn, *args, **kwargs):
-        with quiet(learn): learn.lr_find(num_it=6, show_plot=False)
+        find_rate(learn, 6)
         found.append(losses(learn))
         set_seed(3)
         fit(learn, *args, **kwargs)

@@ -9,9 +9,6 @@ SAME = [GoesOn, Undersampled, HalfInSecondEpoch]
 OF_WHOLE_BATCHES = [centered_by_collate, centered_by_transform]
 
 
-def name_of(o): return getattr(o, '__name__', None)
-
-
 @pytest.mark.parametrize('name,way', [*itertools.product(FORMS, WAYS)])
 def test_batches_of_another_form_train_as_the_large_batch(name, way): assert_as_large(FORMS[name].learner, way)
 
