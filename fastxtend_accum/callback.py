@@ -113,7 +113,12 @@ def is_validating(learn)->bool:
 def extend_lr_find(self:WindowCallback, finder:LRFinder):
     """Gives a fit of `lr_find` enough epochs for `num_it` windows, since each iteration is a window. fastai has counted
     epochs for iterations that are loader batches. Too many do no harm: the finder ends the fit after `num_it`"""
-    info = self.loader_info_of(self.learn.dls.train)
+    dl = self.learn.dls.train
+    n_epoch_of_lr_find = finder.num_it//len(dl)+1
+    # A fit of any other length is not `lr_find`: the user has added the LRFinder. But fastai counts the epochs before
+    # it raises fewer than 6 iterations to 6
+    if self.learn.n_epoch != n_epoch_of_lr_find and finder.num_it > 6: return
+    info = self.loader_info_of(dl)
     size = self.window_size_at(0., 1, info.planned_batch_size)  # fastai runs `lr_find` in one process
     largest = 1.5*size  # a window is rounded to loader batches
     samples = finder.num_it*largest
