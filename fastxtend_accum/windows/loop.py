@@ -405,7 +405,8 @@ def run_micro_batch(self:WindowLoop,
     "Called by the strategy: runs the forward and backward pass of the micro-batch that `learn` holds"
     window = self.window
     fills_window = window.losses.samples+samples >= window.size
-    ends_window = ends_batch and (fills_window or self.ends_epoch_with_step())
+    ends_window = ends_batch and fills_window
+    if ends_batch and not fills_window: ends_window = self.ends_epoch_with_step()
     # Without sums, this is the first micro-batch of the window. If it is also the last one, the window is single, and
     # `begin` makes no sums
     if window.grads is None: window.begin(self.fit.params, ends_window, self.fit.processes.n)
