@@ -211,6 +211,12 @@ def assert_same_weights(a, b, tol=0.):
     assert_same(weights(a), weights(b), tol)
 
 
+def assert_same_logs(a, b, tol=0.):
+    "Asserts that two Learners have logged the same losses, and the same values of epochs"
+    assert_same(losses(a), losses(b), tol)
+    assert_same(floats(a.recorder.values), floats(b.recorder.values), tol)
+
+
 def assert_apart(a, b, least=1e-3):
     """Asserts that two Learners, models or vectors of weights differ by more than `least`, so that a proof of equal
     ones proves something"""

@@ -104,8 +104,7 @@ def test_a_fit_is_that_of_a_learner_with_these_batches(start, end, n, drop_last,
     assert_same([start for start, _ in preview], expected_starts, 1e-9)
     assert_trained_as(learn, plain)
     assert_same(learn.recorder.lrs, plain.recorder.lrs, ROUNDING)
-    assert_same(losses(learn), losses(plain), FLOAT32)
-    assert_same(floats(learn.recorder.values), floats(plain.recorder.values), FLOAT32)
+    assert_same_logs(learn, plain, FLOAT32)
 
 
 def test_an_int_counts_epochs_and_a_float_is_a_fraction():
