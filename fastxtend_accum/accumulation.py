@@ -197,7 +197,7 @@ def report_skipped(self:GradientAccumulation, outcome:Outcome):
 @patch
 def after_cancel_step(self:GradientAccumulation):
     """Counts a step that the GradScaler of fastai's MixedPrecision skips, because a gradient contains NaN or infinity,
-    as if `skip_nonfinite` had skipped it"""
+    in place of `skip_nonfinite`. Loggers see its window, as in fastai"""
     if not self.learn or not self.skip_nonfinite: return
     # This event is sent while the CancelStepException is handled. MixedPrecision raises it in its `before_step` if the
     # GradScaler has not taken the step; other callbacks raise it for reasons of their own

@@ -185,7 +185,7 @@ def check_ownership(self:WindowCallback):
     if not learn_trains:
         raise RuntimeError(f"this {name} belongs to another Learner: give each one of its own")
     if sum(o is self for o in learn.cbs) > 1:
-        raise ValueError(f"this {name} was added to its Learner twice: take it out once, with remove_cb")
+        raise ValueError(f"this {name} was added to its Learner twice: make the Learner again, with it once")
 
 @patch
 def begin_fit(self:WindowCallback):

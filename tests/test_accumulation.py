@@ -84,6 +84,13 @@ def test_an_epoch_that_fills_no_window_is_an_error_if_windows_are_dropped(make):
     assert_refused(learn, ValueError, 'does not fill one window of 48 samples, and incomplete windows are dropped')
 
 
+def test_a_schedule_that_outgrows_the_epoch_is_told_if_windows_are_dropped():
+    learn = make_learner(8, n=64, cbs=GradientAccumulationSchedule(8, 128, start=0, finish=.5, remainder='drop'))
+    with pytest.warns(UserWarning, match='larger than an epoch') as caught: fit(learn, 4)
+    assert len(caught) == 1
+    assert learn.gradient_accumulation_schedule.opt_steps > 0
+
+
 # The strategy, and the line
 
 def test_the_line_is_printed_again_if_it_has_changed(capsys):

@@ -236,16 +236,16 @@ def test_a_backward_pass_of_ones_own_in_a_window_of_several_is_an_error(bs, sett
     assert_refused(learn, RuntimeError, 'changed a gradient.*, or use windows of one batch')
 
 
-@pytest.mark.parametrize('weight, gradient', [(.5, 2.), (0, 0.), (tensor(0.), 0.)])
-def test_a_gradient_of_ones_own_gets_the_weight_of_this_process(weight, gradient):
+@pytest.mark.parametrize('weight, before, after', [(.5, 4., 2.), (0, 4., 0.), (tensor(0.), math.nan, 0.)])
+def test_a_gradient_of_ones_own_gets_the_weight_of_this_process(weight, before, after):
     "0 in a process whose micro-batch has no items"
     p = nn.Parameter(torch.zeros(1))
-    p.grad = tensor([4.])
+    p.grad = tensor([before])
     window = Window()
     window.begin(SimpleNamespace(), is_single=True, n_processes=2)
     fit = SimpleNamespace(params=SimpleNamespace(summed=[p]))
     accept_cancelled(fit, window, weight, LossSums(1, 8, tensor(0.), 0))
-    assert p.grad.item() == gradient
+    assert p.grad.item() == after
     assert window.losses.samples == 8
 
 

@@ -369,6 +369,15 @@ class MakesObjects(Callback):
     def before_batch(self): self.last = made()
 
 
+class HoldsMethods(Callback):
+    "Of lists, which pickle would make again as methods of other lists"
+    def __init__(self):
+        self.losses = []
+        self.add = self.losses.append
+
+    def after_batch(self): self.add(self.loss.item())
+
+
 class HoldsSet(Callback):
     "Whose objects have another order in each process"
     def __init__(self): self.things = {Unnamed(), Unnamed()}
@@ -398,6 +407,7 @@ class AddsWeight(Callback):
     (KeepsOutside, 'KeepsOutside.file '),
     (KeepsOutside, r'KeepsOutside.counts \(it has the id\(\) of opt'),
     (AddsWeight, r'model._parameters \(it has a weight that was added during the fit'),
+    (HoldsMethods, r'HoldsMethods.add \(it has builtins.getattr'),
     (HoldsSet, r'HoldsSet.things \(it is a set of objects'),
     (Holds, r'Holds.numbers \(it is an iterator'),
     (Holds, 'Holds.cycle '),

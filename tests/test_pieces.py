@@ -122,6 +122,7 @@ def test_a_loader_that_states_no_batch_size_is_cut():
     ours = train([16, 24, 10], GradientAccumulation(8, micro_batch_size=16))
     plain = train(pieces)
     assert ours.recorder.accum_bs == pieces*2
+    assert ours.pct_train == 1
     assert losses(ours) == losses(plain)
     assert_same_weights(ours, plain)
 

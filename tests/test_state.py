@@ -72,7 +72,11 @@ def change_shape(t):
     t.data = torch.ones(3)
 
 
-@pytest.mark.parametrize('change', [lambda t: t.add_(1), change_shape], ids=['values', 'shape'])
+def change_type(t):
+    t.data = t.data.half()
+
+
+@pytest.mark.parametrize('change', [lambda t: t.add_(1), change_shape, change_type], ids=['values', 'shape', 'type'])
 def test_a_buffer_is_restored_in_place(change):
     m = nn.Module()
     buffer = torch.zeros(2)

@@ -33,6 +33,17 @@ def test_the_windows_of_an_epoch_have_its_samples(remainder):
     assert sizes == [6, 5, 6, 5]
 
 
+def test_a_copy_can_be_in_float64():
+    "With the same values"
+    learn = make_learner(8)
+    learn.model.float()
+    before = weights(learn)
+    copied = copy_learner(learn, learn.dls.loaders, double=True)
+    assert before.dtype == torch.float32
+    assert weights(copied).dtype == torch.float64
+    assert_same(weights(copied), before.double())
+
+
 def test_a_copy_shares_no_tensor():
     learn = fit(make_learner(8), 1)  # a fit leaves tensors with a graph
     learn.loss_grad = learn.model(data(4)[0]).sum()

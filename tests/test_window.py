@@ -184,6 +184,18 @@ def test_a_loss_that_is_nan_in_a_skipped_window_does_not_end_the_fit():
     assert cb.opt_steps == 2
 
 
+def last_layer(m): return [list(m[-1].parameters())]
+
+
+def test_a_nan_in_a_parameter_outside_the_optimizer_does_not_stay():
+    "Nothing zeroes its gradient, in which all later windows would find it"
+    cb = GradientAccumulation(32, skip_nonfinite=True)
+    learn = make_learner(8, cbs=[cb, MultiplyLoss(math.nan, [4])], splitter=last_layer, train_bn=False)
+    with pytest.warns(UserWarning, match='NaN or infinity'): fit(learn, 2)
+    assert cb.n_skipped == 1
+    assert cb.opt_steps == 5
+
+
 def test_without_skip_nonfinite_a_step_with_nan_is_taken_as_in_fastai():
     assert weights(train_96(MultiplyLoss(math.nan, [4]))).isnan().any()
 

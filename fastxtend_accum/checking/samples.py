@@ -32,7 +32,7 @@ class KeptLoader(DataLoader):
         self.samples = samples
 
     def __iter__(self):
-        "Yields copies, which callbacks may change in place"
+        "Yields the batches as copies, which `LoaderBatch.piece` makes, because callbacks may change them in place"
         for start in range(0, self.n, self.bs):
             yield self.samples.piece(start, min(start+self.bs, self.n)).data
 
@@ -42,6 +42,7 @@ def copy_to_read(dl):
     cannot be copied, for example because it holds an iterator, warns and returns `dl`"""
     dataset = getattr(dl, 'dataset', None)
     left_over = getattr(dl, 'it', None)  # fastai leaves the iterator of an epoch that was not read to its end
+    # `deepcopy` takes the copy of an object from this dict, if its id is there: the same data set, and no iterator
     try: return deepcopy(dl, {id(dataset): dataset, id(left_over): None})
     except Exception:
         warn_user('the DataLoader cannot be copied: the next epoch continues after the samples that were read')

@@ -74,7 +74,7 @@ _core = TrainEvalCallback,Recorder,CastToTensor,WindowCallback  # each copy need
 
 def suspects(
     learn, # A copy
-    found, # Names of what differs, as `left_by` returns them, such as 'buffers of BatchNorm2d'
+    found, # What differs, by the names of `left_by`, such as 'buffers of BatchNorm2d'
     n:int, # Samples in a micro-batch
 )->dict: # From each reason, in words, to a function that removes it from a copy
     "Returns the possible reasons for a difference, the most likely first"

@@ -95,7 +95,8 @@ def small_learner(
     train_dl = learn.dls.train
     window,bs = small_sizes(learn, size)
     n = n_windows*window
-    if n > 1 and not drops_last(train_dl): n -= 1  # so that the last batch is smaller, and its window, too
+    # An incomplete window, too, unless the loader drops it: with a sample less, the last batch is smaller
+    if n > 1 and not drops_last(train_dl): n -= 1
     samples = first_samples(copy_to_read(train_dl), n)
     res = copy_learner(learn, [*left_out, *learn.dls.loaders])  # these may hold what cannot be copied
     res.remove_cbs(left_out)

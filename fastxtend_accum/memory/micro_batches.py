@@ -97,7 +97,8 @@ class MicroBatches(WholeBatch):
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e7b434d7
 def run_split(loop:WindowLoop, bounds:list):
-    "Runs each micro-batch in turn, and then makes the Learner hold the whole batch and its output"
+    """Runs each micro-batch in turn, and then makes the Learner hold the inputs and the output of the whole batch, and
+    its targets, unless a callback has set others"""
     learn = loop.learn
     samples = loop.batches.current.samples
     n = bounds[-1][1]

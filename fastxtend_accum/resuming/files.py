@@ -53,9 +53,9 @@ class Folder:
         self.had_error = False  # what `has_error()` returned when it ended
 
     def begin(self, learn)->int:
-        """Returns the number of the fit that begins: the next one, of which only a killed process may have left a file.
-        But if an error has interrupted the Learner's last fit, returns its number again, so that it continues from the
-        file that this process has written"""
+        """Returns the number of the fit that begins, which continues from the file of that number if there is one.
+        Usually it is the next number, and only a killed process can have left its file. But if an error has interrupted
+        the Learner's last fit, returns the number of that fit again, whose file this process has written"""
         if learn not in self.unfinished:
             self.unfinished[learn] = self.n_begun
             self.n_begun += 1
@@ -99,4 +99,5 @@ def remove_files_at_exit():
     for folder in folders.values():
         is_done = folder.has_ended and folder.had_error == has_error()
         if not is_done or not folder.lock.is_locked: continue
-        for path in folder.path.glob('*.pth'): path.unlink()  # not the lock, for which another process may wait
+        # Not the lock, for which another process may wait, nor models that the user has saved here
+        for path in folder.path.glob('[0-9]*.pth'): path.unlink()

@@ -95,7 +95,8 @@ def keep_trained(self:SavedFit):
 def end(self:SavedFit):
     "After the fit: saves the final state, in case the process is killed in a later fit"
     # No epoch has been trained. Either the saved fit was complete: `begin` has restored its state, but since then other
-    # callbacks' `after_fit` may have changed it. Or a callback has cancelled this fit before `begin_training`
+    # callbacks' `after_fit` may have changed it. Or a callback has cancelled this fit before `begin_training`: then it
+    # ends with the state of mid-epoch, the last one that it had
     if self.found: self.restore()
     self.save(None)
     self.folder.end(self.learn)

@@ -45,7 +45,8 @@ def restore_rows(learn, sizes:list):
     """Cuts the file of each `CSVLogger` to its size when the saved fit began, and writes one row for each epoch that
     has ended, to the file or the table of the progress bar. The rows have no times, which the Recorder does not keep.
     For example, a fit with `append=True` that was killed in its third epoch has left a header and two rows, to which
-    this process has added another header. The file is cut after the first header, and the two rows are written anew"""
+    this process has added another header. The file is cut after the first header, and the two rows are written anew. Of
+    several processes only one logs: fastai's DistributedTrainer gives the others a `logger` that does nothing"""
     for file,size in zip(csv_files(learn), sizes):
         # Rows of an earlier fit, which this process has written again without times, may have made the file shorter
         # than `size`. It must not grow: `truncate` would add zeros

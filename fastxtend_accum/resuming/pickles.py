@@ -33,9 +33,12 @@ _values = Number,str,bytes,tuple,PurePath,np.generic,np.ndarray,np.dtype,torch.d
 _not_values = (*with_attributes,random.Random,types.CellType,types.ModuleType,_lru_cache_wrapper,LockType,RLock)
 
 def name_of(o)->str|None:
-    """Returns the full name of a class or a function. Returns None for other objects, and for what only the code around
-    it can name, such as a lambda"""
+    """Returns the full name of a class or a function. Returns None for other objects, for what only the code around it
+    can name, such as a lambda, and for a method of an object, such as `items.append`"""
     if not isinstance(o, (type,types.FunctionType,types.BuiltinFunctionType)) or '<' in o.__qualname__:
+        return None
+    owner = getattr(o, '__self__', None)  # of a function that is written in C: its module, or the object of a method
+    if owner is not None and not isinstance(owner, (type,types.ModuleType)):
         return None
     return full_name(o.__module__, o.__qualname__)
 
@@ -173,5 +176,5 @@ def sample_of_memory(self:Digest, storage:torch.UntypedStorage)->bytes:
     self.n_bytes += storage.nbytes()
     memory = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
     step = storage.nbytes()//(2*SAMPLE)*2+1  # odd, so that the sample has each of the bytes that a number consists of
-    sample = memory[::step].clone()  # NumPy shares the memory of what it gets, which nothing could resize afterwards
+    sample = memory[::step].clone()  # `numpy()` shares memory, and PyTorch could not resize the tensor afterwards
     return sample.cpu().numpy().tobytes()

@@ -42,7 +42,7 @@ class Reader:
         if has_ended: return
         if n_loaded and self.keeper is not None:
             self.keeper.load_state_dict(position)
-            n_loaded = 0  # it skips them itself
+            n_loaded = 0  # it skips these batches itself
         self.batches = iter(dl)
         for _ in range(n_loaded): next(self.batches, None)
 

@@ -14,7 +14,7 @@ from fastai.basics import *
 from .checks import warn_user
 from .description import Differences
 from .events import Events,is_finding_rate
-from .gradients import WindowParams,divide_gradients
+from .gradients import WindowParams,divide_gradients,gradients
 from .losses import check_items,loss_items,model_labels
 from .loss_check import LossCheck
 from .nested import tensors_in
@@ -194,8 +194,9 @@ def accept_cancelled(fit:FitContext, window:Window, weight:Count, contribution:L
     # At the end of the window, gradients become sum(weight*gradient)/sum(weight), over all processes. A gradient that
     # the callback has computed has no weight yet, so this multiplies it by its weight, which is 1 in one process. If
     # the weight is 0, the gradient becomes 0
-    divisor = 1/weight if weight else math.inf
-    divide_gradients(fit.params.summed, divisor)
+    if weight: divide_gradients(fit.params.summed, 1/weight)
+    else:
+        for grad in gradients(fit.params.summed): grad.zero_()
     window.add(contribution)
 
 def callback_that_raised(e:BaseException)->Callback|str:

@@ -61,6 +61,8 @@ class WindowParams:
         # zero these gradients at any time. But they are summed, because these gradients, too, are to be means
         self.extra = extra_params(learn)
         self.summed = uniqueify([*self.guarded, *self.extra])
+        in_opt = {*params_in(learn.opt)}
+        self.outside = [p for p in self.summed if p not in in_opt]  # whose gradients `opt.zero_grad` leaves
         self.in_float32 = []  # half-precision weights, whose gradients are summed in float32
         if can_sum_in_float32: self.in_float32 = [p for p in self.summed if p.dtype in half]
 

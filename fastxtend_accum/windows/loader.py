@@ -150,7 +150,9 @@ class LoaderBatch(NamedTuple):
         first = self.rows*start//self.samples
         last = self.rows*end//self.samples
         data = slice_fields(self.data, first, last, self.rows)
-        piece = LoaderBatch(data, end-start, end-start, last-first)
+        # All pieces together have the planned samples of the batch, which may be other than its samples
+        planned = self.planned*end//self.samples - self.planned*start//self.samples
+        piece = LoaderBatch(data, end-start, planned, last-first)
         # A slice may begin at any address, where some kernels compute in another order, and so round differently. A
         # copy begins at an aligned address, so that results are bit for bit those of a batch of this size
         return piece.copied()

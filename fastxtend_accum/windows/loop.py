@@ -198,11 +198,14 @@ def end_epoch(self:WindowLoop):
 
 @patch
 def check_has_trained(self:WindowLoop):
-    """At the end of an epoch: raises ValueError if no window of the fit has run yet, because each epoch is shorter than
-    a window, and its batches are dropped"""
-    # A round begins only if there are batches for a window. If this epoch has none, an earlier one may have had steps
-    has_run = self.progress.n_rounds > 0 or self.n_steps > 0
-    if has_run or self.batches.plan.remainder != 'drop': return
+    """At the end of an epoch that was dropped, because it is shorter than a window: raises ValueError if no window of
+    the fit has run yet. If earlier epochs had windows, which a schedule has made larger, warns"""
+    # A round begins only if there are batches for a window
+    if self.progress.n_rounds > 0 or self.batches.plan.remainder != 'drop': return
+    if self.n_steps > 0:
+        self.fit.warn_once("windows have become larger than an epoch, which has no step then, since incomplete windows "
+                           "are dropped: pass a smaller final_accum_bs, or remainder='carry'")
+        return
     size = self.batches.plan.window_size(0)*self.fit.processes.n
     raise ValueError(f"an epoch does not fill one window of {size} samples, and incomplete windows are dropped: lower "
                      "accum_bs, or pass remainder='step'")
@@ -488,9 +491,9 @@ def show_window_loss(self:WindowLoop):
 
 @patch
 def drop_gradients(self:WindowLoop):
-    "Drops the gradients of the optimizer's parameters, and of others, which `zero_grad` does not reach"
+    "Drops the gradients of a window, also of parameters outside the optimizer, in which a NaN would stay"
     self.learn.opt.zero_grad()
-    for p in self.fit.params.extra: p.grad = None
+    for p in self.fit.params.outside: p.grad = None
 
 # %% ../../nbs/windows/15_loop.ipynb #d4c43762
 @patch

@@ -53,8 +53,8 @@ def attribute_dicts(o)->list[dict]:
     objects = owner.modules() if isinstance(owner, nn.Module) else [owner]
     res = []
     for o in objects:
-        attrs = getattr(o, '__dict__', {})
         if isinstance(o, type): continue  # the loss is a class method, and attributes of a class are not state
+        attrs = getattr(o, '__dict__', {})
         res += [attrs, attrs.get('_buffers', {})]
     return res
 
@@ -65,13 +65,14 @@ def can_be_changed(o)->bool:
     return not o.requires_grad and o.layout == torch.strided
 
 def restore_value(o:Tensor, value:Tensor):
-    "Writes `value` into `o`"
-    has_shape = o.shape == value.shape  # a pass may have resized `o`
-    is_writable = 0 not in o.stride()  # not if it is expanded, so that several elements share one memory location
+    "Gives `o` the values of `value`, and its shape and type. Other tensors that share the memory of `o` still do"
+    is_like = (o.shape, o.dtype) == (value.shape, value.dtype)
+    # PyTorch refuses to write to a sparse tensor, and to an expanded one, whose elements share one memory location
+    is_writable = o.layout == torch.strided and 0 not in o.stride()
     # Write to `data`. Writing to `o` itself would give it a new version, and then the backward pass of a graph that has
     # saved it would raise an error
-    if has_shape and is_writable: o.data.copy_(value)
-    else: o.data = value.clone()
+    if is_like and is_writable: o.data.copy_(value)
+    else: o.data = value.clone()  # with memory of its own
 
 # %% ../../nbs/windows/01_state.ipynb #d1b90224
 class AttributeCopy:
