@@ -54,13 +54,6 @@ class AutoResume(WindowCallback):
 # A fit
 
 @patch
-def before_fit(self:AutoResume):
-    "Forgets the `SavedFit` of a fit that an error has interrupted, which had no `after_fit`"
-    WindowCallback.before_fit(self)
-    # `learn.validate()` sends this event, too: if a callback validates in the middle of a fit, that fit goes on
-    if self.learn and not is_validating(self.learn): self.saved_fit = None
-
-@patch
 def start(self:AutoResume)->SavedFit:
     """Returns the `SavedFit` of the fit that begins. `_do_fit` below calls this, after `before_fit`. Raises ValueError
     if the fit cannot be resumed in mid-epoch"""
@@ -112,6 +105,7 @@ def _do_fit(self:Learner):
         with held_signals.hold(): resume.start().run()
     except CancelFitException: raise  # no error: a callback ends the fit, and fastai sends `after_fit`
     except BaseException:
+        resume.saved_fit = None  # fastai sends no `after_fit`
         # MixUp replaces the loss during training, and does not take that back after an error or Ctrl-C. A fit that
         # goes on in the same Learner has to begin with the user's loss, as this one did
         self.loss_func = loss_func

@@ -118,23 +118,23 @@ def add_named(self:Graph, o):
     self.named[name] = o
     self.paths[id(o)] = name
 
-def is_installed(kind:type)->bool:
-    "Returns whether a class belongs to a package that is installed, or to this one"
-    module = sys.modules.get(kind.__module__)
+def is_installed(o)->bool:
+    """Returns whether a class or a function belongs to this package, or to one that is installed (in `site-packages` or
+    `dist-packages`)"""
+    module = sys.modules.get(o.__module__)
     file = str(getattr(module, '__file__', ''))  # a notebook has none
-    return '-packages' in file or library_of(kind) == library_of(Graph)
+    return '-packages' in file or library_of(o) == library_of(Graph)
 
 def named_in(kind:type)->list:
     """Returns what a callback of a class may keep later in the fit: its methods, as MixUp does, and the classes and
-    functions that its methods name. Not what methods of installed packages (in `site-packages` or `dist-packages`)
-    name: the fewer functions a file may name, the safer, and these name some that load or write files"""
+    functions that its methods name. It leaves out what methods of installed packages name: the fewer functions a file
+    may name, the safer, and these name some that load or write files"""
     res = []
     for base in kind.__mro__:
         for f in vars(base).values():
             if not isinstance(f, types.FunctionType): continue
             res.append(f)
-            if '-packages' not in f.__code__.co_filename:
-                res += [f.__globals__.get(name) for name in f.__code__.co_names]
+            if not is_installed(f): res += [f.__globals__.get(name) for name in f.__code__.co_names]
     return res
 
 # %% ../../nbs/resuming/02_graph.ipynb #6b1d88f2
