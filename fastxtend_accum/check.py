@@ -86,7 +86,8 @@ def check_accum(self:Learner,
     n_windows = math.ceil(check_size('n_steps', n_steps)/2)  # in each epoch
     check_size('size', size)
     with self.added_cbs(cbs):
-        if leader_of(self) is None:
+        leader = leader_of(self)
+        if leader is None or is_left_out(leader):
             raise ValueError("check_accum compares windows with whole batches, and this Learner has no callback that "
                              "makes windows: pass cbs=GradientAccumulation(...), or add it to the Learner")
         left_out = self.cbs.filter(is_left_out)

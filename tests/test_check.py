@@ -207,6 +207,10 @@ def test_callbacks_that_write_files_are_left_out_and_named(tmp_path):
 
 # Arguments and the result
 
+def test_a_learner_whose_only_windows_are_of_a_callback_that_is_left_out_is_an_error():
+    with pytest.raises(ValueError, match='has no callback that makes windows'): learner(AutoResume()).check_accum()
+
+
 def test_callbacks_of_the_fit_are_checked():
     result = check(learner(), cbs=[SharedMean(), GradientAccumulation(32)])
     assert result.reasons[0].startswith('SharedMean')

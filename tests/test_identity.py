@@ -4,7 +4,7 @@ from fastai.vision.augment import RandTransform
 
 from common import *
 from resume_layouts import WIDTH, Noisy, accum, fastai_data, make, mlp, samples, with_valid
-from resumed import Stops, assert_goes_on, learner, steps, stop, train
+from resumed import Stops, assert_goes_on, assert_same_end, learner, steps, stop, train, whole
 
 
 class Scaled(nn.Module):
@@ -109,6 +109,30 @@ def test_a_text_of_a_callback_goes_on_with_the_earlier_value():
     learn = learner(EarlyStoppingCallback(patience=7))
     with pytest.warns(UserWarning, match='EarlyStoppingCallback.patience 7, not 5'): train(learn)
     assert learn.early_stopping.patience == 5
+
+
+class Files:
+    "Has each sample in a file"
+    def __init__(self, folder): self.files = sorted(folder.glob('*.pt'))
+    def __len__(self): return len(self.files)
+    def __getitem__(self, i): return torch.load(self.files[i])
+
+
+def test_a_folder_may_have_been_moved():
+    "With its data and the saved fit"
+    def script(folder):
+        learn = learner(dls=with_valid(DataLoader(Files(folder), bs=4, shuffle=True)))
+        learn.path = folder
+        return train(learn)
+    old, new = Path('first/run').absolute(), Path('second/run').absolute()
+    old.mkdir(parents=True)
+    for i, sample in enumerate(samples()): torch.save(sample, old/f'{i:03}.pt')
+    expected = whole(partial(script, old))
+    stop(partial(script, old))
+    old.parent.rename(new.parent)
+    learn = script(new)
+    assert_same_end(learn, expected)
+    assert learn.path == new
 
 
 @pytest.mark.long

@@ -23,6 +23,9 @@ class Terminates(Callback):
     def after_validate(self):
         if Terminates.at == f'validation {self.epoch}': os._exit(1)  # it has waited
 
+    def after_epoch(self):
+        if Terminates.at == f'end of epoch {self.epoch}': signal.raise_signal(signal.SIGTERM)
+
 
 class Swaps(Callback):
     "Validates with other weights, as a callback that averages them does"
@@ -56,7 +59,8 @@ def assert_goes_on_after_signal(at, n_run, script=script, n_steps=N_STEPS):
 
 
 @pytest.mark.thin(2)
-@pytest.mark.parametrize('at,n_run', [(6, 6), (18, 18), ('validation 1', 26), ('validation 2', N_STEPS)])
+@pytest.mark.parametrize('at,n_run', [
+    (6, 6), (18, 18), ('validation 1', 26), ('validation 2', N_STEPS), ('end of epoch 2', N_STEPS)])
 def test_no_batch_is_lost(at, n_run): assert_goes_on_after_signal(at, n_run)
 
 

@@ -68,6 +68,7 @@ class SavedFit:
             self.at_epoch = self.graph.state()['rest']
             self.trained = None
             learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
+        self.save_trained()  # if a signal has arrived after the last batch of the validation
 
 # %% ../../nbs/resuming/08_fit.ipynb #b7c2e04d
 @patch
@@ -124,12 +125,13 @@ def save_if_due(self:SavedFit):
 
 @patch
 def save_trained(self:SavedFit):
-    """After each batch of the validation: if a signal is waiting, writes what `keep_trained` has kept, the fit as it
-    was before the validation, which the next process repeats. But not while the model has other weights"""
+    """After each batch of the validation, and after the last epoch: if a signal is waiting, writes what `keep_trained`
+    has kept, the fit as it was before the validation, which the next process repeats. But not while the model has other
+    weights"""
     if not self.trained or not held_signals.waiting: return
     # What was kept shares the memory of the weights. A callback that validates with others, such as their average, has
     # put these there, so their digests are not those that were kept. Then the signal waits for the next window, or for
-    # the end of the fit
+    # the end of the last epoch
     digests = self.trained['processes'][self.rank]['digests']
     for part,value in self.trained['weights'].items():
         if Digest(self.graph, value).value != digests[part]: return

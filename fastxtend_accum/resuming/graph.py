@@ -7,6 +7,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/graph.html.md""
 # %% ../../nbs/resuming/02_graph.ipynb #3e41382a
 from __future__ import annotations
 from collections import Counter
+from pathlib import PurePath
 import io,pickle
 
 from fastai.basics import *
@@ -258,12 +259,25 @@ def delete(self:Graph, parts:Iterable):
         if name: object.__delattr__(self.objects[path], name)
 
 @patch
+def differs_in_folders(self:Graph, part:tuple, value)->bool:
+    """Returns whether a part is a path, or belongs to the data, and differs from `value` at most in folders, which may
+    have been moved since the file was written. Then it keeps its present value"""
+    path,_ = part
+    if not is_data(path) and not isinstance(value, PurePath): return False
+    present = parts_of(path, self.objects[path]).get(part)
+    digest = Digest(self, present)  # has only the last part of each path
+    is_whole = digest.n_bytes == 0  # of tensors and arrays, a digest has only samples
+    return is_whole and digest.value == Digest(self, value).value
+
+@patch
 def restore(self:Graph, rest:bytes, weights:dict={}):
     "Sets parts to those of a state"
     parts = {**self.read(rest), **weights}
-    for (path,name),value in parts.items():
+    for part,value in parts.items():
+        path,name = part
         o = self.objects.get(path)
         if o is None: continue  # `SavedFit.restore` finds that its parts are missing
+        if self.differs_in_folders(part, value): continue
         # Not `setattr`, which callbacks and modules have changed
         if name: object.__setattr__(o, name, value)
         else: set_content(o, value)
