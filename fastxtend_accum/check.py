@@ -86,11 +86,10 @@ def check_accum(self:Learner,
     n_windows = math.ceil(check_size('n_steps', n_steps)/2)  # in each epoch
     check_size('size', size)
     with self.added_cbs(cbs):
-        leader = leader_of(self)
-        if leader is None or is_left_out(leader):
+        left_out = self.cbs.filter(is_left_out)
+        if leader_of(self) in (None, *left_out):
             raise ValueError("check_accum compares windows with whole batches, and this Learner has no callback that "
                              "makes windows: pass cbs=GradientAccumulation(...), or add it to the Learner")
-        left_out = self.cbs.filter(is_left_out)
         # Although copies are trained, the originals may change: copies share functions, which have attributes
         before = Snapshot(self.model, self.loss_func, *self.cbs)
         try:

@@ -55,8 +55,8 @@ class AutoResume(WindowCallback):
 
 @patch
 def start(self:AutoResume)->SavedFit:
-    """Returns the `SavedFit` of the fit that begins. `_do_fit` below calls this, after `before_fit`. Raises ValueError
-    if the fit cannot be resumed in mid-epoch"""
+    """Returns the `SavedFit` of the fit that begins, after `before_fit`. Raises ValueError if the fit cannot be resumed
+    in mid-epoch"""
     learn = self.learn
     self.check_loop()
     if is_sharded(learn.model):
@@ -67,12 +67,27 @@ def start(self:AutoResume)->SavedFit:
     return self.saved_fit
 
 @patch
+def run_fit(self:AutoResume):
+    "Runs the epochs of a fit. After an error or Ctrl-C, the same Learner can begin a fit that goes on"
+    learn = self.learn
+    loss_func = learn.loss_func
+    try:
+        with held_signals.hold(): self.start().run()
+    except CancelFitException: raise  # no error: a callback ends the fit, and fastai sends `after_fit`
+    except BaseException:
+        self.saved_fit = None  # fastai sends no `after_fit`
+        # MixUp replaces the loss during training, and does not undo this after an error. The fit that goes on has to
+        # begin with the user's loss, as this one did
+        learn.loss_func = loss_func
+        raise
+
+@patch
 def before_train(self:AutoResume):
     """Lets the loop save. In the epoch in which the fit was saved, goes to the place in the file. Raises ValueError if
     `start` was not called for this callback"""
     WindowCallback.before_train(self)
     if not self.learn or is_finding_rate(self.learn): return  # it was removed, or this is not a fit
-    # `_do_fit` below, which calls `start`, takes the first AutoResume; that of a subclass of Learner calls it for none
+    # `_do_fit` below takes the first AutoResume, and a subclass of Learner with a `_do_fit` of its own takes none
     if not self.saved_fit:
         raise ValueError('the Learner has its own _do_fit, or a second AutoResume: leave one of them out')
     self.saved_fit.begin_training()
@@ -99,14 +114,4 @@ def _do_fit(self:Learner):
     resume = first(o for o in self._grab_cbs(AutoResume) if o.run and o.learn)
     if not resume or is_finding_rate(self) or not self.n_epoch:
         self._orig__do_fit()
-        return
-    loss_func = self.loss_func
-    try:
-        with held_signals.hold(): resume.start().run()
-    except CancelFitException: raise  # no error: a callback ends the fit, and fastai sends `after_fit`
-    except BaseException:
-        resume.saved_fit = None  # fastai sends no `after_fit`
-        # MixUp replaces the loss during training, and does not take that back after an error or Ctrl-C. A fit that
-        # goes on in the same Learner has to begin with the user's loss, as this one did
-        self.loss_func = loss_func
-        raise
+    else: resume.run_fit()
