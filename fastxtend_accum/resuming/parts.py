@@ -16,7 +16,7 @@ from ..windows.state import random_states,restore_value,set_random_states
 
 # %% auto #0
 __all__ = ['generators', 'with_attributes', 'holders', 'SharedGenerators', 'library_of', 'is_of_python', 'is_window_callback',
-           'is_left_out', 'hooks_of', 'data_of', 'attributes_of', 'content_of', 'set_content', 'set_tensor']
+           'is_set_anew', 'hooks_of', 'data_of', 'attributes_of', 'content_of', 'set_content', 'set_tensor']
 
 # %% ../../nbs/resuming/00_parts.ipynb #75851d9e
 class SharedGenerators:
@@ -61,7 +61,7 @@ def is_window_callback(o)->bool:
     "Returns whether `o` is a `WindowCallback`, by the name of the class: this folder imports no callback"
     return 'WindowCallback' in [kind.__name__ for kind in type(o).__mro__]
 
-def is_left_out(o, name:str, value)->bool:
+def is_set_anew(o, name:str, value)->bool:
     "Returns whether an attribute of `o` is left out of files, because each process sets it by itself"
     if isinstance(value, RemovableHandle) or library_of(type(value)) in _outside:
         return True
@@ -96,7 +96,7 @@ def attributes_of(o)->dict:
     if isinstance(o, type): return data_of(o)
     has_attributes = isinstance(o, with_attributes) or not is_of_python(type(o))
     attributes = getattr(o, '__dict__', {}) if has_attributes else {}
-    return {name:value for name,value in attributes.items() if not is_left_out(o, name, value)}
+    return {name:value for name,value in attributes.items() if not is_set_anew(o, name, value)}
 
 # %% ../../nbs/resuming/00_parts.ipynb #639ca9b9
 # Content

@@ -65,7 +65,8 @@ def can_be_changed(o)->bool:
     return not o.requires_grad and o.layout == torch.strided
 
 def restore_value(o:Tensor, value:Tensor):
-    "Gives `o` the values of `value`, and its shape and type. Other tensors that share the memory of `o` still do"
+    """Gives `o` the values of `value`, and its shape and type. If these are the same already, writes into the memory of
+    `o`, so that other tensors that share this memory have the values, too"""
     is_like = (o.shape, o.dtype) == (value.shape, value.dtype)
     # PyTorch refuses to write to a sparse tensor, and to an expanded one, whose elements share one memory location
     is_writable = o.layout == torch.strided and 0 not in o.stride()
