@@ -8,12 +8,10 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/accumulation.html.md"""
 from __future__ import annotations
 
 from fastai.basics import *
-from fastai.callback.fp16 import MixedPrecision
 
 from .windows.checks import check_callable,check_flags,check_micro_batch_size,check_multiple,check_size
 from .windows.description import how_made_up
-from .windows.events import has_event,is_finding_rate,is_from_fastai,prepares
-from .windows.forward_backward import Settings,callback_that_raised
+from .windows.events import has_event,is_from_fastai,prepares
 from .windows.gradients import trained_params
 from .windows.loader import EpochPlan,LoaderInfo,drops_last,length_of,remainders
 from .windows.loggers import Loggers
@@ -75,15 +73,11 @@ class GradientAccumulation(WindowCallback):
         nearly equal size may stay below it. None before a fit, or if no size is known"""
         loop = self.loop
         if loop is None or loop.batches is None: return None
-        limits = [self.strategy.micro_bs]  # by `micro_batch_size`; None if it sets no limit
-        # `loop.strategy` is the same, or a RetryOnOutOfMemory, which runs it with the `savers` of the fit. Of these, a
-        # GradientCache has a `micro_bs`; others have None
-        limits += [o.micro_bs for o in loop.strategy.savers]
+        # The strategy has the size by `micro_batch_size`. Of the callbacks that save memory, a GradientCache has one
+        limits = [o.micro_bs for o in (self.strategy, *loop.strategy.savers)]
         plan = loop.batches.plan
-        bs = plan.info.batch_size
-        if bs is not None:
-            # If windows are pieces of loader batches, the largest window of the fit is the largest piece
-            limits.append(math.ceil(bs/plan.largest.n_pieces))
+        # If windows are pieces of loader batches, the largest window of the fit is the largest piece
+        if plan.info.batch_size: limits.append(math.ceil(plan.bs/plan.largest.n_pieces))
         return min([o for o in limits if o], default=None)
 
 # %% ../nbs/00_accumulation.ipynb #1f3f92d9
@@ -116,15 +110,6 @@ def make_strategy(self:GradientAccumulation):
     # Otherwise, 'auto' keeps the strategy of the last fit, which has found its size
 
 @patch
-def settings(self:GradientAccumulation)->Settings:
-    "Returns the settings of a fit. `lr_find` tries one rate for each batch that it sees, so it has to see windows"
-    return Settings(
-        log_accum_batch=self.log_accum_batch or is_finding_rate(self.learn),
-        num_items=self.num_items,
-        skip_nonfinite=self.skip_nonfinite,
-        describes=self.verbose)
-
-@patch
 def remainder_for(self:GradientAccumulation, dl)->str:
     """Returns `remainder`, or else what is usual for `dl`: 'drop' if `dl` drops an incomplete last batch itself.
     Without `accum_bs`, each loader batch is a window and none is incomplete, so returns 'step'"""
@@ -143,7 +128,7 @@ def check(self:GradientAccumulation, plan:EpochPlan):
     params = trained_params(self.learn.opt)
     has_several_passes = plan.joins_batches or self.micro_batch_size is not None
     if has_several_passes and any(p._backward_hooks for p in params): fit.warn_once(_hooks_warning)
-    if plan.joins_batches and self.loop.settings.log_accum_batch: self.warn_of_late_callbacks()
+    if plan.joins_batches and self.loop.log_accum_batch: self.warn_of_late_callbacks()
 
 @patch
 def check_multiples(self:GradientAccumulation, info:LoaderInfo, n_processes:int=1):
@@ -193,16 +178,6 @@ def report_skipped(self:GradientAccumulation, outcome:Outcome):
     "Counts a window whose step is skipped; warns about the first one of each outcome in a fit"
     self.n_skipped += 1
     self.loop.fit.warn_once(f"{_messages[outcome]}. Later ones are skipped without a warning; n_skipped counts them")
-
-@patch
-def after_cancel_step(self:GradientAccumulation):
-    """Counts a step that the GradScaler of fastai's MixedPrecision skips, because a gradient contains NaN or infinity,
-    in place of `skip_nonfinite`. Loggers see its window, as in fastai"""
-    if not self.learn or not self.skip_nonfinite: return
-    # This event is sent while the CancelStepException is handled. MixedPrecision raises it in its `before_step` if the
-    # GradScaler has not taken the step; other callbacks raise it for reasons of their own
-    cb = callback_that_raised(sys.exc_info()[1])
-    if isinstance(cb, MixedPrecision): self.report_skipped(Outcome.NONFINITE)
 
 # %% ../nbs/00_accumulation.ipynb #3c9d1e58
 # The line that says how windows are made up

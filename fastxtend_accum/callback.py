@@ -12,7 +12,7 @@ from fastai.callback.schedule import LRFinder
 
 from .windows.checks import check_learner,warn_user
 from .windows.description import log_message
-from .windows.forward_backward import FitContext,Settings
+from .windows.forward_backward import FitContext
 from .windows.gradients import half,trained_params
 from .windows.loader import EpochPlan,LoaderBatch,LoaderInfo,loader_info
 from .windows.loggers import Loggers
@@ -33,9 +33,13 @@ class WindowCallback(Callback):
     lead_rank = 2
     run_valid = False
 
-    # Settings of subclasses
+    # Settings, for subclasses to override. GradientAccumulation and its schedule explain them, as their arguments
     accum_bs = None  # samples in a window; None: each loader batch is one
-    micro_batch_size = None  # see GradientAccumulation
+    log_accum_batch = True
+    micro_batch_size = None
+    num_items = None
+    skip_nonfinite = False
+    scale = None
     verbose = False
     strategy = WholeBatch()  # runs a loader batch in training
 
@@ -62,9 +66,6 @@ class WindowCallback(Callback):
     # What a subclass may change
     def read_settings(self):
         "Checks the settings, and makes what depends on them, before each fit; raises TypeError or ValueError"
-    def settings(self)->Settings:
-        "Returns what the loop has to know of the settings, for a fit"
-        return Settings(describes=self.verbose)
     def remainder_for(self, dl)->str:
         "Returns what happens to batches at the end of an epoch that do not fill a window: 'step', 'carry' or 'drop'"
         return 'step'
@@ -113,13 +114,10 @@ def is_validating(learn)->bool:
 def extend_lr_find(self:WindowCallback, finder:LRFinder):
     """Gives a fit of `lr_find` enough epochs for `num_it` windows, since each iteration is a window. fastai has counted
     epochs for iterations that are loader batches. Too many do no harm: the finder ends the fit after `num_it`"""
-    dl = self.learn.dls.train
-    n_epoch_of_lr_find = finder.num_it//len(dl)+1
-    # A fit of any other length is not `lr_find`: the user has added the LRFinder. But fastai counts the epochs before
-    # it raises fewer than 6 iterations to 6
-    if self.learn.n_epoch != n_epoch_of_lr_find and finder.num_it > 6: return
-    info = self.loader_info_of(dl)
-    size = self.window_size_at(0., 1, info.planned_batch_size)  # fastai runs `lr_find` in one process
+    info = self.loader_info_of(self.learn.dls.train)
+    # With an LRFinder the size is the same in the whole fit: at 0, and for any number of epochs. fastai runs `lr_find`
+    # in one process, so a batch of all processes is a loader batch
+    size = self.window_size_at(pct_train=0., n_epoch=1, global_bs=info.planned_batch_size)
     largest = 1.5*size  # a window is rounded to loader batches
     samples = finder.num_it*largest
     # Twice as many, because an epoch may use little more than half of its samples, if it drops a window that is almost
@@ -179,10 +177,10 @@ def begin_epoch_at(self:WindowCallback, place:dict):
 def check_ownership(self:WindowCallback):
     "Raises an error if this callback was added twice, or to two Learners"
     learn,name = self.learn,type(self).__name__
-    # The Learner that trains has sent the event. If it is not `self.learn`, then `self.learn` does not train: it is a
-    # second Learner, to which the callback was added later
-    learn_trains = learn.training and getattr(learn, 'dl', None) is not None
-    if not learn_trains:
+    # The Learner that trains has sent the event. If that is not `self.learn`, then `self.learn` is a second Learner, to
+    # which the callback was added later. It does not train: it has no `dl`, or validates, or has validated with it
+    trains = learn.training and getattr(learn, 'dl', None) is not None
+    if not trains:
         raise RuntimeError(f"this {name} belongs to another Learner: give each one of its own")
     if sum(o is self for o in learn.cbs) > 1:
         raise ValueError(f"this {name} was added to its Learner twice: make the Learner again, with it once")
@@ -198,7 +196,7 @@ def begin_fit(self:WindowCallback):
     # If one of them adapts, one process may repeat a pass that the others run once
     processes = Processes(learn, may_retry=any(o.adapt for o in savers))
     learn.opt.zero_grad()
-    self.loop = WindowLoop(FitContext(learn, self.settings(), processes), self, strategy, self.new_loggers())
+    self.loop = WindowLoop(FitContext(learn, self, processes), strategy, self.new_loggers())
     self.is_new_fit = False  # until the next `before_fit`
 
 @patch

@@ -13,7 +13,6 @@ from fastai.callback.schedule import SchedCos
 
 from .windows.checks import check_rules,check_size
 from .windows.events import is_finding_rate
-from .windows.forward_backward import Settings
 from .windows.loader import EpochPlan
 from .windows.processes import inner_model
 from .accumulation import GradientAccumulation
@@ -83,10 +82,6 @@ class GradientAccumulationSchedule(GradientAccumulation):
         super().read_settings()
 
 # %% ../nbs/01_schedule.ipynb #55f931d1
-@patch
-def settings(self:GradientAccumulationSchedule)->Settings:
-    return GradientAccumulation.settings(self)._replace(scale=self.scale, start_accum_bs=self.start_accum_bs)
-
 @patch
 def sizes_by_argument(self:GradientAccumulationSchedule)->dict:
     """Returns {argument name: size}. With `SchedSteps`, the user has passed a size for each point, and errors name the

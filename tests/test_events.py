@@ -224,12 +224,12 @@ def test_a_callback_that_prepares_batches_sees_each_and_a_late_one_windows(order
     assert events_of_an_epoch(order, log_accum_batch=log_accum_batch) == expected
 
 
-def test_a_callback_without_before_batch_sees_windows_and_one_without_after_batch_each_beginning():
-    "The first is a logger: nothing of it is to be taken back. The second sees no end that a cancelled batch could have"
+def test_a_callback_without_before_batch_sees_windows_and_one_without_after_batch_each_batch():
+    "The first is a logger: nothing of it is to be taken back"
     of_logger = [name for name in WINDOWS if name != 'before_batch']
     assert events_of_an_epoch(0, but=['before_batch']) == of_logger
-    beginnings = [name for name in PREPARING if name not in GOES_ON]
-    assert events_of_an_epoch(0, but=['after_batch']) == beginnings
+    without_after_batch = [name for name in PREPARING if name != 'after_batch']
+    assert events_of_an_epoch(0, but=['after_batch']) == without_after_batch
 
 
 @pytest.mark.parametrize('order', [7, 49])
@@ -251,12 +251,18 @@ def test_a_late_callback_sees_nothing_of_a_cancelled_batch(nth, event):
     assert seen == [name for name in windows_of_3_and_1 if name not in PASSES[:2]]
 
 
-@pytest.mark.parametrize('event,nth', [('before_batch', 1), ('after_pred', 2), ('after_pred', 5)])
-def test_a_callback_that_prepares_batches_is_told_of_a_cancelled_batch(event, nth):
-    """The first one of a window, or the second, or the second one of the last window, which steps with the first alone;
-    also a callback without `before_batch` or `after_batch`"""
+@pytest.mark.parametrize('event, nth, batches_of_rounds', [
+    ('before_batch', 1, [4, 1]),
+    ('after_pred', 2, [4, 1]),
+    ('after_pred', 5, [3, 2])])
+def test_a_cancelled_batch_looks_like_any_batch_without_a_step_to_what_prepares_batches(event, nth, batches_of_rounds):
+    "The first one of a window, or the second, or the second one of the last window, which steps with the first alone"
     fault = Fault(CancelBatchException, event, nth, 5)
-    assert events_of_an_epoch(0, but=[*BATCH, *ENDS], also=[fault]) == ['after_cancel_batch']
+    expected = []
+    for n_batches in batches_of_rounds:
+        expected += ['before_batch', *GOES_ON]*(n_batches-1)
+        expected += ['before_batch', 'after_batch']
+    assert events_of_an_epoch(0, but=[*PASSES, *STEP], also=[fault]) == expected
 
 
 # The questions that the module asks

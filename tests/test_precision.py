@@ -71,28 +71,12 @@ def test_overflows_are_logged_as_in_the_large_batch(struck):
     assert has_moved == (len(struck) < 6)
 
 
-def test_skip_nonfinite_leaves_an_overflow_to_the_scaler_and_counts_it():
+def test_skip_nonfinite_leaves_an_overflow_to_the_scaler():
+    "It skips the step without a word, as in fastai"
     accum = GradientAccumulation(32, skip_nonfinite=True)
-    with pytest.warns(UserWarning, match='NaN or infinity'):
-        train_in_float32(8, MultiplyLoss(math.inf, [5]), accum, mixed_precision(), n_epoch=1)
-    assert accum.n_skipped == 1
+    train_in_float32(8, MultiplyLoss(math.inf, [5]), accum, mixed_precision(), n_epoch=1)
+    assert accum.n_skipped == 0
     assert accum.opt_steps == 2
-
-
-class CancelsLaterSteps(Callback):
-    "Looks at the gradients, and cancels each step after the first one"
-    order = MixedPrecision.order-1
-    def before_step(self):
-        self.learn.scaler.unscale_(self.learn.cpu_mixed_precision)
-        if self.train_iter > 0: raise CancelStepException
-
-
-def test_steps_that_another_callback_cancels_are_not_counted_beside_an_overflow():
-    accum = GradientAccumulation(32, skip_nonfinite=True)
-    with pytest.warns(UserWarning, match='NaN or infinity'):
-        train_in_float32(8, MultiplyLoss(math.inf, [1]), accum, mixed_precision(), CancelsLaterSteps(), n_epoch=1)
-    assert accum.n_skipped == 1
-    assert accum.opt_steps == 0
 
 
 # Weights in half precision: a plain loop adds up in float32

@@ -82,25 +82,21 @@ class Events:
 
 # %% ../../nbs/windows/09_events.ipynb #7d2d3d96
 def prepares(cb)->bool:
-    "Returns whether `cb` may prepare loader batches: its order is lower than the Recorder's, 50"
+    "Returns whether `cb` prepares loader batches if it has `before_batch`: its order is lower than the Recorder's, 50"
     return cb.order < Recorder.order
 
 @patch
-def to_preparing(self:Events,
-    event:str,
-    only_with:tuple=(), # Leaves out callbacks that do not have all of these events, too
-):
-    "Sends `event` only to the callbacks that prepare batches, which get it for each loader batch of a window"
+def to_preparing(self:Events, event:str):
+    """Sends `event` only to the callbacks that prepare batches. They get it for each loader batch of a window. A
+    callback without `before_batch` prepares nothing. It is a logger, and a window is one batch to it"""
     for cb in self.having(event):
-        if not prepares(cb): return  # callbacks are in order: the callbacks after it do not prepare batches either
-        has_all = all(cb in self.table[name] for name in only_with)
-        if has_all: cb(event)
+        if prepares(cb) and cb in self.table['before_batch']: cb(event)
 
 @patch
-def to_others(self:Events, event:str):
-    "Sends `event` only to all other callbacks, to which a window is one batch if log_accum_batch=True"
-    for cb in self.having(event):
-        if not prepares(cb): cb(event)
+def before_batch_to_others(self:Events):
+    "Sends `before_batch` only to the callbacks that do not prepare batches. A window may be one batch to them"
+    for cb in self.having('before_batch'):
+        if not prepares(cb): cb('before_batch')
 
 # %% ../../nbs/windows/09_events.ipynb #e5f4d17b
 def autocast_depth()->int:

@@ -7,14 +7,13 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/forward_backward
 # %% ../../nbs/windows/14_forward_backward.ipynb #3cc631db
 from __future__ import annotations
 from traceback import walk_tb
-from typing import NamedTuple
 
 from fastai.basics import *
 
 from .checks import warn_user
 from .description import Differences
 from .events import Events,is_finding_rate
-from .gradients import WindowParams,divide_gradients,gradients
+from .gradients import WindowParams,gradients
 from .losses import check_items,loss_items,model_labels
 from .loss_check import LossCheck
 from .nested import tensors_in
@@ -23,24 +22,19 @@ from .state import Snapshot
 from .window import Count,LossSums,Window,zero_grads_if_empty,zero_if_empty
 
 # %% auto #0
-__all__ = ['Settings', 'FitContext', 'forward_backward', 'compute_loss_and_count', 'items_of_loss', 'run_backward',
-           'add_weighted_gradient', 'accept_cancelled', 'callback_that_raised']
+__all__ = ['FitContext', 'forward_backward', 'compute_loss_and_count', 'items_of_loss', 'run_backward', 'add_weighted_gradient',
+           'accept_cancelled', 'callback_that_raised']
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #bf1f6dd7
-class Settings(NamedTuple):
-    "What the callback has asked for, as it was when the fit began"
-    log_accum_batch:bool = True
-    num_items:Callable|None = None  # `num_items(learn)`: what a loss averages over
-    skip_nonfinite:bool = False
-    scale:dict|None = None  # rules for hyper-parameters, by name
-    start_accum_bs:int|None = None  # the size that these rules compare with
-    describes:bool = False  # whether to find what differs from training without micro-batches, for `verbose`
-
 class FitContext:
     "What the parts of this package share in one fit"
-    def __init__(self, learn, settings:Settings, processes:Processes):
+    def __init__(self,
+        learn,
+        cb:Callback, # The WindowCallback that runs the batches. Its attributes are the settings
+        processes:Processes,
+    ):
         self.learn = learn
-        self.settings = settings
+        self.cb = cb
         self.processes = processes
         self.send = Events(learn)
         self.loss_check = LossCheck(learn.loss_func)
@@ -103,7 +97,7 @@ def run_model(self:FitContext):
     """Runs the forward pass. If the user wants to know (`verbose`), the first one of a fit is also observed: what it
     changes in the model, such as the statistics of BatchNorm, differs if the model sees only parts of a batch"""
     learn = self.learn
-    is_observed = self.settings.describes and self.differences is None
+    is_observed = self.cb.verbose and self.differences is None
     before = Snapshot(learn.model) if is_observed else None
     learn.pred = learn.model(*learn.xb)
     if is_observed: self.differences = Differences(learn.model, before)
@@ -132,7 +126,7 @@ def items_of_loss(
     3. the loss function. If a callback has replaced its loss, that may be wrong, and a warning says so
 
     Also stops the check of the loss if the loss is not computed by the loss function, or is replaced"""
-    learn,num_items = fit.learn,fit.settings.num_items
+    learn,num_items = fit.learn,fit.cb.num_items
     labels = model_labels(learn)
     # The check computes losses again, by `loss_func`. These losses were not computed by it
     if is_replaced or labels is not None: fit.loss_check.stop()
@@ -192,11 +186,11 @@ def accept_cancelled(fit:FitContext, window:Window, weight:Count, contribution:L
                       "of the window")
         return
     # At the end of the window, gradients become sum(weight*gradient)/sum(weight), over all processes. A gradient that
-    # the callback has computed has no weight yet, so this multiplies it by its weight, which is 1 in one process. If
-    # the weight is 0, the gradient becomes 0
-    if weight: divide_gradients(fit.params.summed, 1/weight)
-    else:
-        for grad in gradients(fit.params.summed): grad.zero_()
+    # the callback has computed has no weight yet, so this multiplies it by its weight. In a single process the window
+    # is one loss, and the weight is 1
+    for grad in gradients(fit.params.summed):
+        weighted = zero_if_empty(weight, grad*weight)  # 0 if the weight is 0, also where `grad` is NaN
+        grad.copy_(weighted)
     window.add(contribution)
 
 def callback_that_raised(e:BaseException)->Callback|str:

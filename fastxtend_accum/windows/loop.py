@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from fastai.basics import *
 
-from .events import Autocast
+from .events import Autocast,is_finding_rate
 from .forward_backward import FitContext,callback_that_raised,forward_backward
 from .gradients import divide_gradients,is_finite
 from .loader import EpochBatches,EpochPlan,LoaderBatch
@@ -86,13 +86,8 @@ def replaced_method(learn)->str|None:
     for name in _methods_of_loop:
         if name in vars(learn): return name
         method = getattr(type(learn), name)
-        # In the place of our own `all_batches`, look at the method that it has replaced. `Learner.all_batches` is
-        #
-        #   ours, after fastai's           its `replaced` is fastai's
-        #   ours, after a patch            its `replaced` is the patch
-        #   a patch that wraps ours        has `__wrapped__`; `replaced`, too, since `functools.wraps` copies attributes
-        #   a patch that does not          has neither
-        if not hasattr(method, '__wrapped__'): method = getattr(method, 'replaced', method)
+        # Ours runs in the place of another one: of fastai's, or of a patch that was there before
+        if method is all_batches: method = fastai_all_batches
         # The module where the code of the method was written. `functools.wraps` copies `__module__`, but not this
         module = getattr(method, '__globals__', {}).get('__name__')
         if module != 'fastai.learner': return name
@@ -114,16 +109,16 @@ class WindowLoop:
     "Runs the training batches of one fit"
     def __init__(self,
         fit:FitContext,
-        cb:Callback, # It reports what happens to windows
         strategy:Callable, # `strategy(loop)` runs a loader batch: it calls `run_micro_batch` for each of its parts
         loggers:Loggers,
     ):
         # These last for the fit
         self.fit = fit
         self.learn = fit.learn
-        self.settings = fit.settings
         self.send = fit.send
-        self.cb = cb
+        self.cb = fit.cb
+        # Whether a window is one batch to loggers: always in `lr_find`, which tries one rate for each batch
+        self.log_accum_batch = fit.cb.log_accum_batch or is_finding_rate(fit.learn)
         self.strategy = strategy
         self.loggers = loggers
         self.n_steps = 0
@@ -145,7 +140,7 @@ class WindowLoop:
         carried:list[LoaderBatch], # Left over from the previous epoch; they come first
     ):
         "Takes the loader and the plan of an epoch, in which no window has begun yet"
-        n_rounds = len(plan.windows) if self.settings.log_accum_batch else plan.n_batches
+        n_rounds = len(plan.windows) if self.log_accum_batch else plan.n_batches
         self.batches = EpochBatches(dl, plan, carried, self, n_rounds)
         self.progress = Progress(self.learn, plan)
         # fastai has set the position to the beginning of the epoch. Batches that were carried into it begin before that
@@ -228,7 +223,7 @@ def run_batches(self:WindowLoop):
     not count, raises CancelBatchException, so that `run_round` ends it as fastai ends a cancelled batch"""
     try:
         self.begin_round()
-        counts = self.run_window() if self.settings.log_accum_batch else self.run_one_of_window()
+        counts = self.run_window() if self.log_accum_batch else self.run_one_of_window()
     finally: self.correct_pct_train()  # also before a callback ends the epoch
     if not counts: raise CancelBatchException
 
@@ -240,16 +235,16 @@ def begin_round(self:WindowLoop):
     for 2. Raises CancelBatchException if no batch can take its place"""
     while not self.prepare_batch():
         # With log_accum_batch=False, the next batch has a round of its own
-        has_next = self.settings.log_accum_batch and self.take_next_batch(last_counts=False)
+        has_next = self.log_accum_batch and self.take_next_batch()
         if not has_next: raise CancelBatchException
-    self.send.to_others('before_batch')
+    self.send.before_batch_to_others()
 
 @patch
 def correct_pct_train(self:WindowLoop):
     """After the batches of a round: moves `learn.pct_train`, the position in the fit that schedulers read, to the end
     of these batches. While a window is open, it stays where the window began, so that schedulers set the same values
     for all its batches"""
-    goes_on = not self.settings.log_accum_batch and self.window.is_open
+    goes_on = not self.log_accum_batch and self.window.is_open
     samples = self.begun_at if goes_on else self.batches.samples_read
     self.progress.end_batches(samples)
 
@@ -261,26 +256,15 @@ def run_window(self:WindowLoop)->bool:
     """A round of log_accum_batch=True: runs all batches of a window, of which `learn` holds the first, and takes the
     step; returns whether the round counts. If it does not, loggers see one cancelled batch, as in fastai"""
     loss_before = self.learn.loss
-    last_counts = self.run_batches_of_window()
-    if not self.window.losses.samples: return False  # all were cancelled
+    self.run_batch()
+    while self.take_next_batch():
+        if self.prepare_batch(): self.run_batch()
+    if not self.window.losses.samples: return False  # all batches were cancelled
     has_step = self.window.is_full or self.batches.plan.remainder == 'step'  # if not, it is dropped or carried
-    outcome = self.close_window() if has_step else None
-    if outcome is None or outcome in skipped:
-        self.loggers.pause_recorders()
-        self.learn.loss = loss_before  # of the last window with a step, which W&B and TensorBoard log again
-        return False
-    # If only the last batch was cancelled, the round counts, and ends without `after_cancel_batch`. Preparing callbacks
-    # get this event here, since they take each loader batch for a batch of fastai
-    if not last_counts: self.send.to_preparing('after_cancel_batch')
-    return True
-
-@patch
-def run_batches_of_window(self:WindowLoop)->bool:
-    "Runs the batch that `learn` holds, and then the other batches of its window; returns whether the last one counts"
-    counts = self.run_batch()
-    while self.take_next_batch(counts):
-        counts = self.prepare_batch() and self.run_batch()
-    return counts
+    if has_step and self.close_window() not in skipped: return True
+    self.loggers.pause_recorders()
+    self.learn.loss = loss_before  # of the last window with a step, which W&B and TensorBoard log again
+    return False
 
 @patch
 def run_one_of_window(self:WindowLoop)->bool:
@@ -299,7 +283,7 @@ def end_round(self:WindowLoop):
     self.loggers.end_round()
     has_mean = self.window.outcome is Outcome.HAS_MEAN
     samples = self.window.losses.samples if has_mean else 0
-    if self.settings.log_accum_batch: self.loggers.log_batch_size(samples)
+    if self.log_accum_batch: self.loggers.log_batch_size(samples)
 
 @patch
 def is_complete(self:WindowLoop)->bool:
@@ -344,33 +328,25 @@ def prepare_batch(self:WindowLoop)->bool:
     return True
 
 @patch
-def take_next_batch(self:WindowLoop, last_counts:bool)->bool:
+def take_next_batch(self:WindowLoop)->bool:
     """With log_accum_batch=True: ends the batch that `learn` holds, for preparing callbacks, and makes `learn` hold the
     next batch of the window. Returns False, and does neither, if the window takes no more batches, or the epoch has no
     more: then this batch is the last one of the round, and ends with the round"""
-    if self.is_complete() or self.is_cancelled(): return False
-    if not self.batches.advance(): return False
-    self.end_batch_for_preparing(last_counts)
+    if self.is_complete() or self.is_cancelled() or not self.batches.advance(): return False
+    # This batch has no step of its own. Beside fastai's own GradientAccumulation, which cancels such batches, callbacks
+    # get the same two events
+    self.send.to_preparing('after_cancel_batch')
+    self.send.to_preparing('after_batch')
     self.load_batch()
     return True
 
 @patch
 def is_cancelled(self:WindowLoop)->bool:
     """Returns whether as many samples as fill the window were read, but callbacks have cancelled all of them. Then the
-    round ends, as a cancelled batch"""
+    round ends, as a cancelled batch. If it went on, a callback that cancels by the number of the round
+    (`if self.iter < 3: raise CancelBatchException`) would cancel all batches that are left in the epoch"""
     n_read = self.batches.samples_read-self.begun_at
     return n_read >= self.window.size and not self.window.losses.samples
-
-@patch
-def end_batch_for_preparing(self:WindowLoop, counts:bool):
-    "Sends the events that end a batch to preparing callbacks, before the next batch of the same window"
-    # If a callback really cancelled the batch, all of them get `after_cancel_batch`. If not, the batch has no step of
-    # its own, and looks cancelled, as with fastai's own GradientAccumulation: but only to callbacks that prepare each
-    # batch and clean up after it, which have all three events
-    only_with = ('before_batch','after_batch') if counts else ()
-    self.send.to_preparing('after_cancel_batch', only_with)
-    # A callback without `before_batch` prepares nothing. It is a logger, and waits for the end of the window
-    self.send.to_preparing('after_batch', only_with=('before_batch',))
 
 # %% ../../nbs/windows/15_loop.ipynb #4495dc52
 @patch
@@ -384,19 +360,17 @@ def run_batch(self:WindowLoop)->bool:
     n_before = window.losses.samples
     try: self.strategy(self)  # each backward pass adds its samples to `window.losses`
     except CancelBatchException:
-        if window.losses.samples > n_before: self.drop_part(n_before)
+        if window.losses.samples > n_before:  # a backward pass of the batch has run
+            # In a window of one micro-batch the gradient stays, as in fastai. Otherwise it is in the sums of the
+            # window, and cannot be taken out
+            if not window.is_single:
+                self.fit.warn_once("a callback has cancelled a part of a batch: its whole window is left out")
+            self.discard_window()
         return False
     if window.losses.samples == n_before: return False  # all backward passes were cancelled
     if self.may_be_carried(): window.batches.append(self.batches.current)  # a copy: see `load_batch`
-    if self.settings.log_accum_batch: self.loggers.update_train_metrics()
+    if self.log_accum_batch: self.loggers.update_train_metrics()
     return True
-
-@patch
-def drop_part(self:WindowLoop, n_before:int):
-    """After a callback has cancelled a batch between two of its micro-batches: drops its whole window, with `n_before`
-    samples of other batches, because nothing can be taken out of the sums"""
-    if n_before: self.fit.warn_once("a callback has cancelled a part of a batch: its whole window is left out")
-    self.discard_window()
 
 # %% ../../nbs/windows/15_loop.ipynb #17380d50
 @patch
@@ -440,7 +414,7 @@ def step_window(self:WindowLoop):
       batch, as in fastai
     - the same, in a window of several: the gradient is dropped, because a mean has no weight in the sums of the next
       window. After a CancelBatchException a warning says so, since a CancelStepException may have been meant"""
-    if self.settings.log_accum_batch: self.show_window_loss()
+    if self.log_accum_batch: self.show_window_loss()
     self.cb.report_step()
     try: self.take_step()
     except (CancelBatchException, CancelEpochException, CancelTrainException) as e:  # the others end the fit
@@ -467,7 +441,7 @@ def finalize_gradients(self:WindowLoop)->Outcome:
     sum_of_weights = window.weight_of(window.losses.items)
     divide_gradients(self.fit.params.summed, sum_of_weights/processes.n)
     window.end_sums()
-    is_skipped = self.settings.skip_nonfinite and self.has_nonfinite()
+    is_skipped = self.cb.skip_nonfinite and self.has_nonfinite()
     return Outcome.NONFINITE if is_skipped else Outcome.HAS_MEAN
 
 # %% ../../nbs/windows/15_loop.ipynb #6c1f0b92
@@ -500,13 +474,13 @@ def drop_gradients(self:WindowLoop):
 def take_step(self:WindowLoop):
     """Takes the step, with its events. If there is a `scale`, hyper-parameters are scaled from `before_step` until the
     step is taken, and no longer in `after_step`, in which callbacks may set values for the next step"""
-    step = self.run_scaled_step if self.settings.scale else self.run_step
+    step = self.run_scaled_step if self.cb.scale else self.run_step
     self.send.run(step, 'step', CancelStepException)
 
 @patch
 def run_scaled_step(self:WindowLoop):
-    ratio = self.window.losses.samples/self.settings.start_accum_bs
-    with scaled_hypers(self.learn.opt, self.settings.scale, ratio):
+    ratio = self.window.losses.samples/self.cb.start_accum_bs
+    with scaled_hypers(self.learn.opt, self.cb.scale, ratio):
         self.run_step()
         self.loggers.show_hypers(self.learn.opt.hypers)  # they log the values of the step
 
