@@ -111,8 +111,8 @@ def make_strategy(self:GradientAccumulation):
 
 @patch
 def remainder_for(self:GradientAccumulation, dl)->str:
-    """Returns `remainder`, or else what is usual for `dl`: 'drop' if `dl` drops an incomplete last batch itself.
-    Without `accum_bs`, each loader batch is a window and none is incomplete, so returns 'step'"""
+    """Returns `remainder` if the user has passed it. If not, returns 'drop' if windows have `accum_bs` samples and `dl`
+    drops an incomplete last batch: then incomplete windows are dropped, too. Otherwise returns 'step'"""
     if self.remainder: return self.remainder
     return 'drop' if self.accum_bs and drops_last(dl) else 'step'
 
@@ -160,7 +160,7 @@ def before_fit(self:GradientAccumulation):
 
 @patch
 def begin_fit(self:GradientAccumulation):
-    "Called when training begins. `before_fit` is also sent by `learn.summary()`, after which `n_skipped` stays"
+    "Called when training begins. `before_fit` is also sent by `learn.summary()`, which must not reset `n_skipped`"
     self.n_skipped = 0
     WindowCallback.begin_fit(self)
 
@@ -195,37 +195,19 @@ def print_line(self:GradientAccumulation):
 @patch
 def description(self:GradientAccumulation)->str:
     """Returns the line that says how windows are made up, and how a step differs from the step on one large batch.
-    Called in training, after the first forward pass, which shows what differs"""
+    Called in training, when a batch has run, whose forward pass has shown what differs"""
     loop = self.loop
     plan = loop.batches.plan
     bs = plan.info.batch_size or loop.batches.current.samples  # if the loader states no size, that of the last batch
     micro_bs = self.micro_bs or bs
     line = how_made_up(plan.smallest, plan.largest, bs, micro_bs, loop.fit.processes.n)
     has_several_passes = plan.largest.samples(bs) > micro_bs
-    # None if the first forward pass did not look for any: `verbose` was False when the fit began, and is True now
-    found = loop.fit.differences
-    if found and has_several_passes: line += found.described(loop.learn.model)
+    differences = loop.fit.differences  # None if `verbose` was False until this batch had run
+    if differences and has_several_passes: line += differences.described(loop.learn.model)
     return line
 
 # %% ../nbs/00_accumulation.ipynb #5c0a7be2
 # Validation
-
-@patch
-def before_validate(self:GradientAccumulation):
-    """With `micro_batch_size`, makes validation batches as small as those that the model sees in training, so that they
-    fit in the same memory. For fastai's DataLoaders only, and not for models with `reset`.
-
-    The validation loss changes if the loss ignores some labels: fastai averages the losses of batches by their numbers
-    of samples, not by their numbers of labels. With smaller batches, this average is different, and NaN if a batch has
-    only ignored labels"""
-    learn = self.learn
-    if not learn or self.micro_batch_size is None: return
-    size = self.micro_bs
-    is_stateful = hasattr(inner_model(learn.model), 'reset')  # its batches continue each other
-    if size is None or is_stateful or not can_be_smaller(learn.dl, size): return
-    state = random.getstate()  # a new loader draws a seed
-    learn.dl = learn.dl.new(bs=size)  # until fastai sets it for the next epoch
-    random.setstate(state)
 
 # Classes of fastai's loaders whose batches do not depend on each other. Not their subclasses, which may have settings
 # that `new` forgets. By name, because the loaders for text and tables are imported only where they are used
@@ -238,3 +220,21 @@ def can_be_smaller(dl, bs:int)->bool:
     if not is_independent: return False
     yields_all = not dl.drop_last and dl.n == length_of(dl, 'dataset')  # `new` forgets an `n` of its own
     return yields_all and bs < (dl.bs or 0)
+
+@patch
+def before_validate(self:GradientAccumulation):
+    """With `micro_batch_size`, makes validation batches as small as those that the model sees in training, so that they
+    fit in the same memory. For fastai's DataLoaders only, and not for models with `reset`, whose batches continue each
+    other.
+
+    The validation loss changes if the loss ignores some labels: fastai averages the losses of batches by their numbers
+    of samples, not by their numbers of labels. With smaller batches, this average is different, and NaN if a batch has
+    only ignored labels"""
+    learn = self.learn
+    if not learn or self.micro_batch_size is None: return
+    size = self.micro_bs
+    is_stateful = hasattr(inner_model(learn.model), 'reset')
+    if size is None or is_stateful or not can_be_smaller(learn.dl, size): return
+    state = random.getstate()  # a new loader draws a seed
+    learn.dl = learn.dl.new(bs=size)  # until fastai sets it for the next epoch
+    random.setstate(state)

@@ -44,11 +44,14 @@ class WindowCallback(Callback):
     strategy = WholeBatch()  # runs a loader batch in training
 
     # What a fit sets
-    loop = None  # the `WindowLoop` of this fit, or of the last one; `begin_fit` makes it
-    is_new_fit = True  # whether this fit has no loop yet: `before_fit` sets it to True, `begin_fit` to False
-    # Where the next epoch begins, if it is the one in which a killed fit continues: `begin_epoch_at` sets it, and
-    # `begin_in_middle` sets it back to None
-    place = None
+    #
+    # before_fit      is_new_fit = True. `loop` is still that of the last fit
+    # begin_epoch_at  place, if AutoResume continues a fit that was killed
+    # before_train    in the first epoch:     `begin_fit` makes a loop, and is_new_fit = False
+    #                 if there is a `place`:  `begin_in_middle` goes there, and place = None
+    loop = None  # the `WindowLoop` of this fit, or of the last one
+    is_new_fit = True  # whether this fit has no loop yet
+    place = None  # where the next epoch begins, if it is the one in which a killed fit continues
     last_message = None  # the last line that `log_once` has printed
     _stateattrs = ('loop','place','is_new_fit')  # fastai leaves these out of a copy or an export of the callback
 
@@ -63,7 +66,7 @@ class WindowCallback(Callback):
         if message == self.last_message or not self.learn: return
         if log_message(self.learn, message): self.last_message = message  # `lr_find`, for example, is silent
 
-    # What a subclass may change
+    # What a subclass may override
     def read_settings(self):
         "Checks the settings, and makes what depends on them, before each fit; raises TypeError or ValueError"
     def remainder_for(self, dl)->str:
@@ -146,8 +149,8 @@ def begin_epoch(self:WindowCallback):
 
 @patch
 def begin_in_middle(self:WindowCallback):
-    """Begins the epoch in which another process has saved its `place`. Of the batches that were carried into this
-    epoch, the plan needs only the sizes; `go_to` brings back the batches that have not run"""
+    """Begins the epoch in which another process has saved its `place` (see `WindowLoop.state`). Of the batches that
+    were carried into this epoch, the plan needs only the sizes; `go_to` brings back the batches that have not run"""
     place = self.place
     self.place = None
     self.prepare_epoch([], place['batches']['carried'])
@@ -230,7 +233,7 @@ def plan_of(self:WindowCallback,
 
 @patch
 def loader_info_of(self:WindowCallback, dl)->LoaderInfo:
-    """Returns what is known of the batches of `dl`. With `accum_bs`, their size is needed: if `dl` states none,
+    """Returns what is known about the batches of `dl`. With `accum_bs`, their size is needed: if `dl` states none,
     `micro_batch_size` stands in for it, and if that is not a number, raises ValueError"""
     assumed_bs = self.micro_batch_size if self.accum_bs else None
     if assumed_bs == 'auto': assumed_bs = None

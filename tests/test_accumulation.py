@@ -81,7 +81,7 @@ def learner_of_stream(cb):
 def test_an_epoch_that_fills_no_window_is_an_error_if_windows_are_dropped(make):
     "Also of a stream, which announces more samples than it has"
     learn = make(GradientAccumulation(48, remainder='drop'))
-    assert_refused(learn, ValueError, 'does not fill one window of 48 samples, and incomplete windows are dropped')
+    assert_refused(learn, ValueError, 'has too few samples for one window of 48, and incomplete windows are dropped')
 
 
 def test_a_schedule_that_outgrows_the_epoch_is_told_if_windows_are_dropped():

@@ -82,7 +82,7 @@ def test_any_tokens(n, micro, k, n_epoch, name, remainder, seed, drop_last):
     learn.dls.train.drop_last = drop_last
     n_used = n-n%micro if drop_last else n
     if remainder == 'drop' and n_used < size:
-        with pytest.raises(ValueError, match='does not fill one window'):
+        with pytest.raises(ValueError, match='has too few samples for one window'):
             fit(learn, n_epoch)
         return
     steps = windows(n, micro, size, remainder, n_epoch, drop_last)

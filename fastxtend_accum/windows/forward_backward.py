@@ -46,7 +46,7 @@ class FitContext:
         "Looks up the callbacks and parameters of this epoch, which may differ from those of the last"
         self.send.look_up()
         self.params = WindowParams(self.learn)
-        if is_finding_rate(self.learn): self.loss_check.stop()  # the fit that follows is going to check
+        if is_finding_rate(self.learn): self.loss_check.stop()  # the fit that follows will check
 
     def update_params(self):
         "Looks up the parameters again if a callback has replaced the optimizer, as pruning does"
@@ -73,20 +73,24 @@ def forward_backward(
     # The forward pass and the loss, as in fastai
     fit.run_model()
     fit.send('after_pred')
-    args = learn.pred,*learn.yb  # of the loss function
+    # In `after_loss`, callbacks may replace predictions, targets and loss. Keep those of the loss function
+    args = learn.pred,*learn.yb
     counted_by_loss = compute_loss_and_count(learn, rows)
-    computed_loss = vars(learn).get('loss_grad')  # `learn.loss_grad` would also find an attribute of the model
+    computed_loss = vars(learn).get('loss_grad')  # None if there are no targets, and so no loss yet
     fit.send('after_loss')
     # fastai asks here, too: a callback may have set the targets in `after_loss`
     if not learn.training or not len(learn.yb):
         window.add_samples(samples)
         return
-    # How much the micro-batch weighs
     # A callback that changes the loss in place (`loss_grad += penalty`) adds to it, and does not replace it
     is_replaced = learn.loss_grad is not computed_loss
-    items = items_of_loss(fit, counted_by_loss, is_replaced, window.is_single)
-    if not window.is_single: fit.loss_check.keep(window.kept, learn.loss_func, args, rows, items)
-    # fastai would have NaN here, if the loss has nothing to average over
+    # In a single window there is only one loss, so its weight hardly matters
+    may_be_wrong = is_replaced and not window.is_single
+    items = items_of_loss(fit, counted_by_loss, may_be_wrong)
+    # The check computes losses again, by the loss function. A loss that a callback has computed is another one
+    if is_replaced: fit.loss_check.stop()
+    elif not window.is_single: fit.loss_check.keep(window.kept, learn.loss_func, args, rows, items)
+    # If the loss has nothing to average over, it is NaN in fastai, and 0 here
     learn.loss = zero_if_empty(items, learn.loss)
     weight = window.weight_of(items)
     contribution = LossSums(1, samples, learn.loss.detach()*weight, items)
@@ -116,23 +120,18 @@ def compute_loss_and_count(learn, rows:int)->Count|None:
 def items_of_loss(
     fit:FitContext,
     counted_by_loss:Count|None, # Items that the loss function averages over; None: it sums
-    is_replaced:bool, # Whether a callback has put another loss in the place of the loss function's, in `after_loss`
-    is_single:bool, # Whether the micro-batch is a window of its own
+    may_be_wrong:bool, # Whether to warn before `counted_by_loss` is returned, because a callback has replaced the loss
 )->Count|None:
     """Returns how many items the loss averages over; None if it is a sum. The first of these that exists says it:
 
     1. the user's `num_items`
     2. the labels that the model gets with its inputs, if it computes the loss itself
-    3. the loss function. If a callback has replaced its loss, that may be wrong, and a warning says so
-
-    Also stops the check of the loss if the loss is not computed by the loss function, or is replaced"""
+    3. the loss function"""
     learn,num_items = fit.learn,fit.cb.num_items
-    labels = model_labels(learn)
-    # The check computes losses again, by `loss_func`. These losses were not computed by it
-    if is_replaced or labels is not None: fit.loss_check.stop()
     if num_items is not None: return check_items(num_items(learn))
+    labels = model_labels(learn)
     if labels is not None: return labels
-    if is_replaced and not is_single:
+    if may_be_wrong:
         fit.warn_once("a callback replaces the loss (learn.loss_grad), but micro-batches keep the weights of the loss "
                       "before it: if the new one averages over something else, pass num_items")
     return counted_by_loss
@@ -160,26 +159,28 @@ def add_weighted_gradient(fit:FitContext, window:Window, weight:Count, contribut
     `.grad`; adds the contribution to the other sums"""
     learn = fit.learn
     if window.grads is not None: window.grads.check()  # before this pass changes the gradients
-    loss = learn.loss_grad  # not `contribution.loss`: in `before_backward`, MixedPrecision has scaled it for float16
+    # `learn._backward` runs the backward pass of `learn.loss_grad`. This is not `contribution.loss`: MixedPrecision has
+    # scaled it for float16 in `before_backward`
+    loss = learn.loss_grad
     learn.loss_grad = loss*weight
     # The value of a tensor is not known here, because reading it would wait for the GPU
     may_be_empty = isinstance(weight, Tensor) or weight == 0
     if may_be_empty:
-        # All ways by which NaN could leave the loss: gradients flow to the weights of the model through its outputs,
-        # but to parameters of the loss itself, as in a center loss, directly. Those are among the extra ones
+        # All tensors through which NaN could leave the loss: the outputs of the model, and the parameters of the loss
+        # itself, as in a center loss, which are among the extra parameters
         tensors = [*tensors_in(learn.pred), *fit.params.extra]
         with zero_grads_if_empty(tensors, weight): learn._backward()
     else: learn._backward()
-    learn.loss_grad = loss  # without the weight, as training metrics may read it
+    learn.loss_grad = loss  # without the weight, since training metrics may read it
     window.add(contribution)
     fit.processes.after_backward()
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #6b0d27f4
 def accept_cancelled(fit:FitContext, window:Window, weight:Count, contribution:LossSums):
-    """After a callback has cancelled the backward pass (CancelBackwardException), and has perhaps computed the gradient
-    itself. A window of one micro-batch takes its step, as in fastai, with that gradient. A window of several leaves the
-    micro-batch out, with a warning, because its gradient would have no weight in the sums; raises RuntimeError if the
-    callback has changed the sums"""
+    """Called after a callback has cancelled the backward pass (CancelBackwardException), and has perhaps computed the
+    gradient itself. A window of one micro-batch takes its step with this gradient, as in fastai. A window of several
+    leaves the micro-batch out, with a warning, because its gradient would have no weight in the sums; raises
+    RuntimeError if the callback has changed the sums"""
     if not window.is_single:
         window.grads.check()
         fit.warn_once("a callback cancels backward passes (CancelBackwardException): their micro-batches are left out "
@@ -194,8 +195,9 @@ def accept_cancelled(fit:FitContext, window:Window, weight:Count, contribution:L
     window.add(contribution)
 
 def callback_that_raised(e:BaseException)->Callback|str:
-    """Returns the callback in whose event `e` was raised, by the traceback; 'something' if there is none. Messages
-    begin with it: there, a callback of fastai is shown as the name of its class"""
+    """Returns the callback in whose event `e` was raised; 'something' if no callback has raised it. Messages begin with
+    what this returns, since `str` makes a callback the name of its class"""
+    # fastai calls `cb(event)`, so the traceback of `e` leads through `Callback.__call__`, whose `self` is the callback
     for frame,_ in walk_tb(e.__traceback__):
         if frame.f_code is Callback.__call__.__code__: return frame.f_locals['self']
     return 'something'

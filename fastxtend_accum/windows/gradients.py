@@ -15,7 +15,7 @@ from .nested import children
 
 # %% auto #0
 __all__ = ['half', 'can_sum_in_float32', 'params_in', 'trained_params', 'optimizers_of', 'extra_params', 'WindowParams',
-           'gradients', 'is_finite', 'GradientSums', 'divide_gradients']
+           'gradients', 'is_finite', 'set_grad_dtype', 'GradientSums', 'divide_gradients']
 
 # %% ../../nbs/windows/02_gradients.ipynb #b69c2daa
 # The parameters
@@ -38,7 +38,7 @@ def optimizers_of(cb)->list:
 
 def extra_params(learn)->list:
     """Returns the parameters of the loss, as in a center loss, and of optimizers that callbacks hold. The Learner's
-    optimizer may not contain them"""
+    optimizer need not contain them"""
     res = []
     for cb in learn.cbs:
         for opt in optimizers_of(cb):
@@ -87,22 +87,20 @@ def is_finite(params:Iterable)->bool:
     return bool(largest.isfinite())
 
 # %% ../../nbs/windows/02_gradients.ipynb #304dcb7d
+def set_grad_dtype(p, dtype:torch.dtype):
+    "Converts the gradient of `p` to this type, and makes PyTorch add further gradients to it in this type"
+    grad = p.grad
+    p.grad = None  # while there is a gradient, PyTorch does not let `grad_dtype` be set
+    p.grad_dtype = dtype
+    if grad is not None: p.grad = grad.to(dtype)
+
 class GradientSums:
-    """The gradients of a window with several micro-batches, which PyTorch sums in `.grad`. Those of half-precision
-    weights are summed in float32. A callback that changes a sum while the window runs is found: that is an error"""
+    """The gradients of a window with several micro-batches, which PyTorch sums in `.grad`. The gradients of
+    half-precision weights are summed in float32. It is an error if a callback changes a sum while the window runs"""
     def __init__(self, params:WindowParams):
         self.params = params
-        self.convert_half(torch.float32)
+        for p in params.in_float32: set_grad_dtype(p, torch.float32)
         self.accept()
-
-    def convert_half(self, dtype:torch.dtype|None):
-        """Converts the gradients of half-precision weights to this type, and sets `p.grad_dtype`, by which PyTorch adds
-        further gradients in this type, whatever type the weights have. None: the type of the weights again"""
-        for p in self.params.in_float32:
-            grad = p.grad
-            p.grad = None  # while there is a gradient, PyTorch does not let `grad_dtype` be set
-            p.grad_dtype = dtype or p.dtype
-            if grad is not None: p.grad = grad.to(p.grad_dtype)
 
     def current(self)->tuple[list,list]:
         "Returns the gradients of the parameters that are trained, and how often each of them was changed in place"
@@ -119,7 +117,7 @@ class GradientSums:
 
     def check(self):
         """Raises RuntimeError if the gradients are not those that were accepted, or were changed in place since then. A
-        change through `.data` is not found, because PyTorch does not count it"""
+        change through `.data` is not detected, because PyTorch does not count it"""
         grads,versions = self.current()
         # There is a version for each gradient: if all versions are equal, both lists of gradients have the same length
         if versions == self.versions and all(map(operator.is_, grads, self.accepted)): return
@@ -128,8 +126,8 @@ class GradientSums:
                            "one batch")
 
     def end(self):
-        "After the sums were divided: rounds those in float32 to the type of their weights"
-        self.convert_half(None)
+        "After the sums were divided: rounds sums in float32 to the type of their weights"
+        for p in self.params.in_float32: set_grad_dtype(p, p.dtype)
 
 def divide_gradients(params:Iterable, divisor:Real):
     "Divides the gradients of `params` in place"

@@ -60,18 +60,20 @@ def dataset_size(dl)->int|None:
     return first(o for o in sizes if o is not None)
 
 # %% ../../nbs/windows/08_loader.ipynb #bc7dde7c
+# There are three counts of a batch. Nearly always, all of them are equal:
+#
+# samples  as the DataLoader counts them. They fill windows, and loggers show them
+# planned  samples that the plan of an epoch, which is made before batches are loaded, assumes for the batch. Positions
+#          in the epoch count these
+# rows     of its tensors, along which a batch is sliced
+#
+#                                                                        samples  planned  rows
+# a DataLoader has bs=4                                                        4        4     4
+# the same, and its collate function makes two views of each sample            4        4     8
+# it states no batch size, the user says 4, and it yields 3 rows               3        4     3
+
 class LoaderInfo(NamedTuple):
-    """What is known of the batches of an epoch, in this process, before they are loaded. There are three counts of a
-    batch:
-
-    - samples, as the DataLoader counts them: they fill windows, and loggers show them
-    - `planned` samples: the same, unless the DataLoader states no batch size. Then a plan, which is made before the
-      batches can be counted, assumes that each has `planned_batch_size`. Plans and positions in the epoch count these
-    - rows of its tensors, along which a batch is sliced: a collate function or a callback may make several rows per
-      sample
-
-    If a DataLoader has bs=4, and makes two views of each sample, then a batch has 4 samples, planned as 4, and 8 rows.
-    If one states no batch size, and the user says 4, then a batch of 3 rows has 3 samples, planned as 4"""
+    "What is known about the batches of an epoch, in this process, before they are loaded"
     batch_size:int|None  # None: unknown, and not needed, because each batch is a window
     states_batch_size:bool  # False: `batch_size` is unknown, or assumed to be the callback's `micro_batch_size`
     n_planned:int  # planned samples in the epoch; if `batch_size` is None, each batch counts as one
@@ -86,7 +88,7 @@ def loader_info(
     dl,
     batch_size:int|None=None, # Used if `dl` states none
 )->LoaderInfo:
-    """Returns what is known of the batches of `dl`. Its length in samples is exact if the number of batches fits the
+    """Returns what is known about the batches of `dl`. Its length in samples is exact if the number of batches fits the
     number of samples: 20 samples in batches of 8 make 3 batches or, if the incomplete batch is dropped, 2. With any
     other number of batches, the length is an estimate: an `IterableDataset` does not know its samples, and some loaders
     repeat or skip samples"""
@@ -127,11 +129,12 @@ def nearest_shape(size:float, bs:int)->WindowShape:
     if size >= bs:
         n_batches = math.floor(size/bs+.5+_tiny)  # rounded to the nearest number; a half, or nearly a half, goes up
         return WindowShape(n_batches)
-    # bs/size pieces would have this size. The number of pieces is one of the two integers around that
-    fewer = math.floor(bs/size)
-    def distance(n_pieces:int)->float:
-        return round(abs(bs/n_pieces-size), 6)  # rounded, so that rounding errors decide nothing
-    return WindowShape(n_pieces=min(fewer, fewer+1, key=distance))  # `min` returns `fewer` if both are equally near
+    # bs/size pieces would have this size. The number of pieces is one of the two integers around that: with bs=64, a
+    # size of 30 is between 3 pieces of 21.3 and 2 pieces of 32
+    n_pieces = math.floor(bs/size)
+    middle = (bs/n_pieces + bs/(n_pieces+1))/2  # between the two sizes
+    if size < middle-_tiny: n_pieces += 1
+    return WindowShape(n_pieces=n_pieces)
 
 # %% ../../nbs/windows/08_loader.ipynb #5f0c9a4e
 class LoaderBatch(NamedTuple):
@@ -159,9 +162,9 @@ class LoaderBatch(NamedTuple):
 
 # %% ../../nbs/windows/08_loader.ipynb #75b1f819
 class EpochPlan:
-    """The windows of one epoch, as far as they are known before it begins. "Samples" always means planned samples here
-    (see `LoaderInfo`). They are counted from the beginning of the epoch: batches that are carried into it, because they
-    filled no window in the previous epoch, run first, and begin before 0"""
+    """The windows of one epoch, to the extent that they are known before it begins. "Samples" always means planned
+    samples here (see `LoaderInfo`). They are counted from the beginning of the epoch: batches that are carried into
+    it, because they filled no window in the previous epoch, run first, and begin before 0"""
     def __init__(self,
         info:LoaderInfo,
         size_at_pct:Callable, # `f(pct_train)` returns the wanted size of a window that begins there, in samples
@@ -177,8 +180,9 @@ class EpochPlan:
         # The shapes of the smallest and the largest window in the fit
         self.smallest = nearest_shape(smallest_size, self.bs)
         self.largest = nearest_shape(largest_size, self.bs)
-        # Whether windows of the fit may differ in size, apart from the last one of an epoch. With 'carry' they may,
-        # because an incomplete batch may be carried, so that the first window of the next epoch gets another size
+        # Whether windows of the fit may differ in size, apart from the last one of an epoch: because they follow a
+        # schedule; because an incomplete batch may be carried, so that the first window of the next epoch gets another
+        # size; or because loader batches may differ in size
         self.sizes_vary = self.smallest != self.largest or remainder == 'carry' or not info.states_batch_size
         # What happens in this epoch. After the last epoch, no other epoch could run the batches that are carried
         is_last_epoch = epoch+1 >= n_epoch
@@ -213,13 +217,17 @@ class EpochPlan:
         return bisect_right(self.ends, samples)/n
 
     def shape(self, samples:int)->WindowShape:
-        """Returns the shape of a window that begins after this many `samples`. If the window is a piece of a loader
-        batch, its shape is that of the first piece, because `piece_bounds` cuts the whole batch at once. So this asks
-        for the shape where the loader batch begins"""
+        """Returns the shape of a window that begins after this many `samples`. A window that begins in the middle of a
+        loader batch is a piece of it, and has the shape of the first piece, because `piece_bounds` cuts the whole batch
+        at once. So this asks for the size where the loader batch begins. With batches of 8:
+
+            samples           -8         0         8    12    16
+            loader batches    |  carried |         |     :     |
+            asks at           -8         0         8     8    16"""
         if self.smallest == self.largest: return self.smallest
-        in_epoch = max(samples, 0)  # carried batches, which begin before 0, are whole or pieces that were cut before
-        offset_in_batch = in_epoch % self.bs  # 0 unless the window begins within a loader batch
-        position = self.fraction_read(samples-offset_in_batch)
+        start_of_batch = samples
+        if samples > 0: start_of_batch -= samples%self.bs  # carried batches, which begin before 0, are whole or pieces
+        position = self.fraction_read(start_of_batch)
         size = self.size_at_pct(self.pct_train(position))
         return nearest_shape(size, self.bs)
 
@@ -313,12 +321,13 @@ class EpochBatches(GetAttr):
 @patch
 @contextmanager
 def reading(self:EpochBatches):
-    "In this context the DataLoader runs"
+    "The DataLoader runs inside this context"
     self.source = self.loader_batches()
     try:
-        # The DataLoader draws the random order of its samples when it loads its first batch, in fastai at the beginning
-        # of the epoch. So this loads one batch also if carried batches are waiting, which run before it. Not if
-        # AutoResume continues in the middle of an epoch (`n_loaded`): then its reader has drawn the order
+        # The DataLoader draws the random order of its samples when it loads its first batch. In fastai this is at the
+        # beginning of the epoch, before the model draws random numbers, for dropout, say. If carried batches are
+        # waiting, they run before the first batch, so this loads it ahead of time. If AutoResume continues in the
+        # middle of an epoch, batches were loaded before (`n_loaded`), and its reader has drawn the order
         if self.waiting and not self.n_loaded: self.load_next()
         yield
     finally:
@@ -337,12 +346,13 @@ def loader_batches(self:EpochBatches)->Iterator[list[LoaderBatch]]:
 
 @patch
 def counted(self:EpochBatches, data:tuple, start:int)->LoaderBatch:
-    """Returns a batch with its counts (see `LoaderInfo`). It begins after `start` samples of the epoch. Its samples are
+    """Returns a batch with its counts (see the table at `LoaderInfo`). It begins after `start` samples of the epoch.
+    How many samples it has depends on the DataLoader:
 
-    - as many as were planned, if the length is exact, even if it has more rows; but not if none were planned, because
-      the DataLoader yields more than its length announces
-    - otherwise as many as the DataLoader states, but not more than its rows: the last batch of a stream may have fewer
-    - its rows, if the DataLoader states no batch size"""
+    - it states its batch size, and its length is exact: as many as planned, even if the batch has more rows
+    - it states its batch size, but its length is an estimate, or the batch is beyond this length: the batch size; or
+      the rows of the batch, if it has fewer, as the last batch of a stream
+    - it states no batch size: the rows of the batch"""
     info = self.info
     left = max(info.n_planned-start, 0)  # 0 if the DataLoader yields more
     planned = min(self.plan.bs, left)  # the last batch may be smaller
@@ -398,8 +408,8 @@ def can_begin_window(self:EpochBatches, size:int)->bool:
 # %% ../../nbs/windows/08_loader.ipynb #3c7a90e2
 @patch
 def finish_epoch(self:EpochBatches, unfinished:list[LoaderBatch]):
-    """After the last round: keeps the batches that are to be carried, first those of the `unfinished` window. Ends the
-    DataLoader as fastai does, by calling its `after_iter`"""
+    """After the last round: keeps the batches that are to be carried, first those of the `unfinished` window. Finishes
+    the DataLoader as fastai does, by calling its `after_iter`"""
     if self.plan.remainder == 'carry':
         while self.load_next(): pass  # all that the DataLoader has left
         self.left_over = [*unfinished, *self.waiting]

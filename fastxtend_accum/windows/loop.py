@@ -32,8 +32,9 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'replaced_method', 'W
 # window        the loader batches of one optimizer step. It is open as soon as a batch has run in it, full when it has
 #               its samples, and closed when it has an `Outcome`: as soon as it is full, or at the end of the epoch
 # single        a window is single if it is one micro-batch: it is computed as in fastai, without sums, and, in one
-#               process, bit for bit the same. One case differs: if the loss has nothing to average over, fastai logs
-#               NaN and takes a step. Here the step is skipped, as in any other window, and no NaN is logged
+#               process, bit for bit the same. One case differs: if the loss has nothing to average over, for example
+#               because all labels are ignored, fastai logs NaN and takes a step. Here the step is skipped, as in any
+#               other window, and no NaN is logged
 # round         what fastai takes for a batch: a window or, with log_accum_batch=False, a loader batch
 # counts        a loader batch counts if it has run, so that its gradient is in the window. A batch that a callback
 #               cancels leaves nothing, and the window takes the next batch in its place
@@ -152,7 +153,7 @@ class WindowLoop:
 
 @patch
 def run_epoch(self:WindowLoop):
-    "Takes the place of fastai's `all_batches`: runs the batches of an epoch. Cleans up, also after an exception"
+    "Takes the place of fastai's `all_batches`: runs the batches of an epoch. Cleans up, even after an exception"
     self.learn.n_iter = len(self.batches)
     try:
         with self.batches.reading():
@@ -188,7 +189,7 @@ def end_epoch(self:WindowLoop):
         try: self.close_window()
         except CancelBatchException: pass  # raised in the step; no batch is left that it could cancel
     if not self.window.is_open: self.after_windows()  # an open window cannot be saved
-    self.batches.finish_epoch(self.window.batches)  # of a window that is still open; a closed one has let go of them
+    self.batches.finish_epoch(self.window.batches)  # those of a window that is still open; a closed one holds none
     self.check_has_trained()
 
 @patch
@@ -196,14 +197,16 @@ def check_has_trained(self:WindowLoop):
     """At the end of an epoch that was dropped, because it is shorter than a window: raises ValueError if no window of
     the fit has run yet. If earlier epochs had windows, which a schedule has made larger, warns"""
     # A round begins only if there are batches for a window
-    if self.progress.n_rounds > 0 or self.batches.plan.remainder != 'drop': return
-    if self.n_steps > 0:
+    has_run = self.progress.n_rounds > 0  # in this epoch
+    if has_run or self.batches.plan.remainder != 'drop': return
+    has_trained = self.n_steps > 0  # in an earlier epoch of the fit
+    if has_trained:
         self.fit.warn_once("windows have become larger than an epoch, which has no step then, since incomplete windows "
                            "are dropped: pass a smaller final_accum_bs, or remainder='carry'")
         return
     size = self.batches.plan.window_size(0)*self.fit.processes.n
-    raise ValueError(f"an epoch does not fill one window of {size} samples, and incomplete windows are dropped: lower "
-                     "accum_bs, or pass remainder='step'")
+    raise ValueError(f"an epoch has too few samples for one window of {size}, and incomplete windows are dropped: "
+                     "lower accum_bs, or pass remainder='step'")
 
 # %% ../../nbs/windows/15_loop.ipynb #e0fbedc7
 # A round
@@ -232,9 +235,9 @@ def begin_round(self:WindowLoop):
     """Sends `before_batch` to the callbacks that prepare batches, and then to all others. If a preparing callback
     cancels the first batch of a window, the next batch takes its place in the same round, so that all others see each
     window once: if batch 1 is cancelled, preparing callbacks get `before_batch` for 1 and 2, and then the others get it
-    for 2. Raises CancelBatchException if no batch can take its place"""
+    for 2. Raises CancelBatchException if no batch can take its place; with log_accum_batch=False none can, since the
+    next batch has a round of its own"""
     while not self.prepare_batch():
-        # With log_accum_batch=False, the next batch has a round of its own
         has_next = self.log_accum_batch and self.take_next_batch()
         if not has_next: raise CancelBatchException
     self.send.before_batch_to_others()
@@ -242,11 +245,11 @@ def begin_round(self:WindowLoop):
 @patch
 def correct_pct_train(self:WindowLoop):
     """After the batches of a round: moves `learn.pct_train`, the position in the fit that schedulers read, to the end
-    of these batches. While a window is open, it stays where the window began, so that schedulers set the same values
-    for all its batches"""
+    of these batches. With log_accum_batch=False, it stays where the window began as long as the window is open, so that
+    schedulers set the same values for all batches of the window"""
     goes_on = not self.log_accum_batch and self.window.is_open
     samples = self.begun_at if goes_on else self.batches.samples_read
-    self.progress.end_batches(samples)
+    self.progress.correct(samples)
 
 # %% ../../nbs/windows/15_loop.ipynb #66732a29
 skipped = Outcome.NO_ITEMS,Outcome.NONFINITE  # windows with these outcomes take no step, and a warning says so
@@ -254,14 +257,17 @@ skipped = Outcome.NO_ITEMS,Outcome.NONFINITE  # windows with these outcomes take
 @patch
 def run_window(self:WindowLoop)->bool:
     """A round of log_accum_batch=True: runs all batches of a window, of which `learn` holds the first, and takes the
-    step; returns whether the round counts. If it does not, loggers see one cancelled batch, as in fastai"""
+    step. Returns whether the round counts. A round does not count, and looks like a cancelled batch, in two cases:
+
+    - callbacks have cancelled all batches. Loggers log it as fastai logs a cancelled batch
+    - the window has no step: the step is skipped, or the window is dropped or carried. Loggers leave it out"""
     loss_before = self.learn.loss
     self.run_batch()
     while self.take_next_batch():
         if self.prepare_batch(): self.run_batch()
-    if not self.window.losses.samples: return False  # all batches were cancelled
-    has_step = self.window.is_full or self.batches.plan.remainder == 'step'  # if not, it is dropped or carried
-    if has_step and self.close_window() not in skipped: return True
+    if not self.window.losses.samples: return False
+    may_step = self.window.is_full or self.batches.plan.remainder == 'step'
+    if may_step and self.close_window() not in skipped: return True
     self.loggers.pause_recorders()
     self.learn.loss = loss_before  # of the last window with a step, which W&B and TensorBoard log again
     return False
@@ -300,12 +306,12 @@ def ends_epoch_with_step(self:WindowLoop)->bool:
 
 @patch
 def load_batch(self:WindowLoop):
-    """Makes `learn` hold the tensors that the loader has yielded. If they may run again, `batches.current` becomes a
-    copy of them, because callbacks may change the tensors that `learn` holds in place"""
-    learn,batches = self.learn,self.batches
-    data = batches.current.data  # the tensors of the loader, not the copy
-    if self.may_be_carried(): batches.copy_current()
-    learn._split(learn._set_device(data))
+    """Makes `learn` hold the tensors that the loader has yielded. If the batch may run again in the next epoch, then
+    `batches.current` becomes a copy, since until then callbacks may change the tensors in place, and the loader may use
+    their memory for another batch"""
+    learn = self.learn
+    learn._split(learn._set_device(self.batches.current.data))
+    if self.may_be_carried(): self.batches.copy_current()
 
 @patch
 def rows_of_batch(self:WindowLoop)->int:
@@ -351,26 +357,29 @@ def is_cancelled(self:WindowLoop)->bool:
 # %% ../../nbs/windows/15_loop.ipynb #4495dc52
 @patch
 def run_batch(self:WindowLoop)->bool:
-    """Runs the passes of the batch that `learn` holds. Returns whether it counts: not if a callback cancels it, or all
-    its backward passes. Then its window takes the next batch in its place"""
+    """Runs the passes of the batch that `learn` holds. Returns whether it counts: it does not if a callback cancels the
+    batch, or all its backward passes. Then its window takes the next batch in its place"""
     window = self.window
     if not window.losses.n_micro: self.fit.update_params()
     if self.strategy.may_repeat:  # then each pass has to begin in the autocast that `before_batch` has entered
         self.autocast = Autocast(self.fit.params.guarded[0].device)
-    n_before = window.losses.samples
-    try: self.strategy(self)  # each backward pass adds its samples to `window.losses`
+    n_before = window.losses.samples  # each backward pass that is not cancelled adds to these
+    try: self.strategy(self)
     except CancelBatchException:
-        if window.losses.samples > n_before:  # a backward pass of the batch has run
-            # In a window of one micro-batch the gradient stays, as in fastai. Otherwise it is in the sums of the
-            # window, and cannot be taken out
-            if not window.is_single:
-                self.fit.warn_once("a callback has cancelled a part of a batch: its whole window is left out")
-            self.discard_window()
+        if window.losses.samples > n_before: self.drop_part()
         return False
-    if window.losses.samples == n_before: return False  # all backward passes were cancelled
+    if window.losses.samples == n_before: return False
     if self.may_be_carried(): window.batches.append(self.batches.current)  # a copy: see `load_batch`
     if self.log_accum_batch: self.loggers.update_train_metrics()
     return True
+
+@patch
+def drop_part(self:WindowLoop):
+    """After a callback has cancelled a batch of which a backward pass has run: drops its window. A sum of gradients is
+    lost, because nothing can be taken out of it. The gradient of a single window stays, as in fastai"""
+    if not self.window.is_single:
+        self.fit.warn_once("a callback has cancelled a part of a batch: its whole window is left out")
+    self.discard_window()
 
 # %% ../../nbs/windows/15_loop.ipynb #17380d50
 @patch
@@ -384,9 +393,10 @@ def run_micro_batch(self:WindowLoop,
     fills_window = window.losses.samples+samples >= window.size
     ends_window = ends_batch and fills_window
     if ends_batch and not fills_window: ends_window = self.ends_epoch_with_step()
-    # Without sums, this is the first micro-batch of the window. If it is also the last one, the window is single, and
-    # `begin` makes no sums
-    if window.grads is None: window.begin(self.fit.params, ends_window, self.fit.processes.n)
+    # `begin` makes the sums of gradients, so without sums this is the first micro-batch of the window. If it is also
+    # the last one, the window is single, and has no sums
+    is_first = window.grads is None
+    if is_first: window.begin(self.fit.params, is_single=ends_window, n_processes=self.fit.processes.n)
     if self.autocast is not None: self.autocast.enter_again()
     forward_backward(self.fit, window, samples, rows, ends_window)
 
@@ -407,24 +417,26 @@ def close_window(self:WindowLoop)->Outcome:
 
 @patch
 def step_window(self:WindowLoop):
-    """Takes the step of a window whose gradients are means, and zeroes them, as fastai does. If a callback cancels:
-
-    - the step alone: the same, as in fastai
-    - the batch, epoch or fit, in a window of one micro-batch: the gradient stays, and is added to that of the next
-      batch, as in fastai
-    - the same, in a window of several: the gradient is dropped, because a mean has no weight in the sums of the next
-      window. After a CancelBatchException a warning says so, since a CancelStepException may have been meant"""
+    """Takes the step of a window whose gradients are means, and zeroes them, as fastai does, also if a callback cancels
+    the step. If a callback cancels more than the step, the gradients of a single window stay, as in fastai, which adds
+    the gradients of the next batch to them"""
     if self.log_accum_batch: self.show_window_loss()
     self.cb.report_step()
     try: self.take_step()
-    except (CancelBatchException, CancelEpochException, CancelTrainException) as e:  # the others end the fit
-        if self.window.is_single: raise
-        if isinstance(e, CancelBatchException):
-            self.fit.warn_once(f"{callback_that_raised(e)} cancels a window at its step (CancelBatchException): its "
-                               "gradient is dropped, and adds to no other. To skip a step, raise CancelStepException")
-        self.drop_gradients()
+    except (CancelBatchException, CancelEpochException, CancelTrainException) as e:  # training goes on after these
+        if not self.window.is_single: self.drop_cancelled(e)
         raise
     self.learn.opt.zero_grad()
+
+@patch
+def drop_cancelled(self:WindowLoop, e:Exception):
+    """After a callback has raised `e` in the step of a window with several micro-batches: drops the gradients, because
+    means have no weight in the sums of the next window. Warns if `e` is a CancelBatchException, since the user may have
+    meant a CancelStepException"""
+    if isinstance(e, CancelBatchException):
+        self.fit.warn_once(f"{callback_that_raised(e)} cancels a window at its step (CancelBatchException): its "
+                           "gradient is dropped, and adds to no other. To skip a step, raise CancelStepException")
+    self.drop_gradients()
 
 @patch
 def finalize_gradients(self:WindowLoop)->Outcome:
@@ -517,7 +529,8 @@ def hook_in(self:WindowLoop, between_windows:Callable, after_windows:Callable):
 
 @patch
 def state(self:WindowLoop)->dict:
-    "For AutoResume, between two windows: returns the place in the fit, for `go_to` in another process"
+    """For AutoResume, between two windows: returns the place in the fit, for `go_to` in another process. Its `counts`
+    are the steps of the fit and the rounds of the epoch, such as (14, 2); `batches` is the place in the epoch"""
     return dict(counts=(self.n_steps, self.progress.n_rounds), batches=self.batches.state())
 
 @patch

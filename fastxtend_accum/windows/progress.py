@@ -30,9 +30,9 @@ class Progress:
         self.learn.iter = self.n_rounds
         self.n_rounds += 1
 
-    def end_batches(self, samples:int):
-        """After the batches of a round: sets the position in the fit to where it is after this many samples of the
-        epoch, a negative number in carried batches"""
+    def correct(self, samples:int):
+        """After the batches of a round: sets `pct_train` so that it is right once fastai has advanced it. `samples` are
+        those of the epoch that were read, a negative number in carried batches"""
         learn = self.learn
         # `after_batch` follows. In it, fastai's TrainEvalCallback comes first, since its order is -10, and adds this to
         # `pct_train`. We subtract it here, so that all callbacks after it find the right position

@@ -95,10 +95,9 @@ class Window:
     def __init__(self, size:int=1):
         self.size = size
         self.losses = LossSums()  # over the micro-batches that have run; at the end, over those of all processes
-        # `begin` sets both: is_single if this process has only one micro-batch of the window, which it computes as
-        # fastai does; is_whole if this micro-batch is also the whole window, because there is only one process
-        self.is_single = False
-        self.is_whole = False
+        # `begin` sets both. They differ only if several processes train together
+        self.is_single = False  # whether this process has only one micro-batch of it, which it computes as fastai does
+        self.is_whole = False  # whether this micro-batch is the whole window, because there is only one process
         self.grads = None  # a GradientSums, while several micro-batches are summed
         self.kept = []  # micro-batches by which `LossCheck` finds out whether sums are exact for this loss
         self.batches = []  # copies of the loader batches that have run in it, if the next epoch may run them again
@@ -123,9 +122,9 @@ class Window:
         self.grads = None
 
     def weight_of(self, items:Count|None)->Count:
-        """Returns the weight of a loss that averages over `items`: items/unit. For the items of several losses
-        together, returns the sum of their weights. Returns 1 if losses are sums (`items` is None), because sums are
-        added up as they are, and if the window has only one loss, which is its mean as it is"""
+        """Returns the weight of a loss that averages over `items`: items/unit. As weights are proportional to items,
+        the items of several losses together get the sum of their weights. Returns 1 if losses are sums (`items` is
+        None), because sums are added up as they are, and if the window has only one loss, which is its mean as it is"""
         if items is None or self.is_whole: return 1
         return items/power_of_two(self.size)
 
@@ -142,8 +141,11 @@ class Window:
         if self.grads is not None: self.grads.accept()
 
     def add_samples(self, samples:int):
-        """Adds samples that fill the window, but have no part in its mean: those of a batch without targets and, by
-        `MicroBatches`, of micro-batches whose backward pass is cancelled, while others of the same batch have run"""
+        """Adds samples that fill the window, but have no part in its mean. There are two cases:
+
+        - a batch without targets has no loss
+        - a callback has cancelled the backward passes of some micro-batches of a batch. `MicroBatches` adds them, so
+          that the window does not wait for other samples in their place"""
         self.losses = self.losses._replace(samples=self.losses.samples+samples)
 
 # %% ../../nbs/windows/04_window.ipynb #3ad9e0f7
@@ -154,9 +156,9 @@ def set_totals(self:Window, losses:LossSums):
 
 @patch
 def restart_batch(self:Window, losses:LossSums, n_kept:int):
-    """Called if memory ran out in a loader batch, which is going to run again, perhaps in another number of
-    micro-batches: goes back to the sums, and to the `n_kept` micro-batches for the check, from before this batch. The
-    caller, `BatchUndo`, restores the gradients"""
+    """Called if memory ran out in a loader batch, which will run again, perhaps in another number of micro-batches:
+    goes back to the sums, and to the `n_kept` micro-batches for the check, from before this batch. The gradients are
+    not restored here, but by the caller, `BatchUndo`"""
     self.losses = losses
     del self.kept[n_kept:]
     if not losses.n_micro: self.end_sums()  # it was the first batch. `begin` is called again
