@@ -3,6 +3,8 @@ import pytest
 
 from common import *
 from fastxtend_accum.resuming.graph import Graph
+from fastxtend_accum.resuming.identity import text_of
+from fastxtend_accum.resuming.parts import CONTENT, Part
 from resumed import assert_same_end, learner, leave_out, new_process, stop, train, whole
 
 
@@ -13,11 +15,11 @@ class Counts(Callback):
 
 PARTS = {
     'a callback': ('Counts', 'n'),
-    'the Recorder': ('Recorder', ''),
-    'a weight': ('model.0.0.weight', ''),
-    'a buffer': ('model.0.1.running_mean', ''),
+    'the Recorder': ('Recorder', CONTENT),
+    'a weight': ('model.0.0.weight', CONTENT),
+    'a buffer': ('model.0.1.running_mean', CONTENT),
     'the optimizer': ('opt', 'state'),
-    'a generator': ('generators', ''),
+    'a generator': ('generators', CONTENT),
     'the order of samples': ('dls.train', 'rng')}
 
 
@@ -30,7 +32,7 @@ def test_a_part_that_is_left_out_is_named(name, monkeypatch):
     stop(script)
     monkeypatch.setattr(Graph, 'restore', Graph.restore)  # is undone after the test
     leave_out(lambda *o: o == part)
-    text = '.'.join(part).strip('.')
+    text = text_of(Part(*part))
     with pytest.raises(ValueError, match=f'could not restore .*{re.escape(text)}'): script()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from common import *
 from fastxtend_accum.resuming.graph import Graph
-from fastxtend_accum.resuming.pickles import Digest, bound
+from fastxtend_accum.resuming.pickles import DigestPickler, bound
 from resume_layouts import make
 
 
@@ -56,21 +56,21 @@ def test_files_of_numpy_1_and_2_are_the_same(graph):
 @pytest.mark.parametrize('value', [np.float32(.5), np.full(1, .5, np.float32)])
 def test_digests_of_numpy_1_and_2_are_the_same(graph, value):
     "They have its numbers, and not the name of the module that makes an array"
-    assert Digest(graph, value).persistent_id(value) == ('float32', value.shape, (.5,))
+    assert DigestPickler(graph).persistent_id(value) == ('float32', value.shape, (.5,))
 
 
 def test_an_array_of_the_data_is_kept_unless_it_is_large(graph):
-    assert Digest(graph, np.zeros(5000), is_data=True).not_kept is None
-    assert Digest(graph, np.zeros(500_000), is_data=True).not_kept == 'it is large'
+    assert DigestPickler(graph, is_data=True).digest(np.zeros(5000)).not_kept is None
+    assert DigestPickler(graph, is_data=True).digest(np.zeros(500_000)).not_kept == 'it is large'
 
 
 @pytest.mark.parametrize('kind', [int, np.int64])
 def test_an_order_of_the_data_is_kept_whatever_its_length(graph, kind):
     order = [kind(i) for i in range(2000)]
-    digest = Digest(graph, order, is_data=True)
+    digest = DigestPickler(graph, is_data=True).digest(order)
     order[1], order[2] = order[2], order[1]
     assert digest.not_kept is None
-    assert Digest(graph, order, is_data=True).value != digest.value
+    assert DigestPickler(graph, is_data=True).digest(order).value != digest.value
 
 
 def test_a_file_cannot_name_an_array_that_writes_a_file(graph):
@@ -102,7 +102,7 @@ def test_values_come_back(name, graph):
     graph.write(value, file)
     found = graph.read(file.getvalue())
     assert type(found) is type(value)
-    digests = [Digest(graph, o).value for o in (value, found, other)]
+    digests = [DigestPickler(graph).digest(o).value for o in (value, found, other)]
     assert digests[0] == digests[1]
     assert digests[0] != digests[2]
 
@@ -121,11 +121,11 @@ def test_a_set_has_the_same_digest_in_whatever_order_it_is(graph):
     both = [Point(), 'point']
     in_reverse = both[::-1]
     assert [*{*both}] != [*{*in_reverse}]
-    assert Digest(graph, {*both}).value == Digest(graph, {*in_reverse}).value
+    assert DigestPickler(graph).digest({*both}).value == DigestPickler(graph).digest({*in_reverse}).value
 
 
 def test_a_set_of_objects_without_an_order_is_not_kept(graph):
     "Their addresses differ in the next process. A set of layers, which have paths, is kept"
-    assert Digest(graph, {Item(), Item()}).not_kept == 'it is a set of objects that have no order'
+    assert DigestPickler(graph).digest({Item(), Item()}).not_kept == 'it is a set of objects that have no order'
     layers = {*graph.objects['model'].modules()}
-    assert Digest(graph, layers).not_kept is None
+    assert DigestPickler(graph).digest(layers).not_kept is None

@@ -16,7 +16,6 @@ from .files import Folder,folders,read_file,whole_file
 from .graph import Graph
 from .identity import check_same,settings_of,text_of
 from .outside import restore_loggers,state_of_loggers
-from .pickles import Digest
 from .reader import Reader
 from .signals import held_signals
 
@@ -47,24 +46,24 @@ class SavedFit:
         if self.rank == 0: self.folder.take()
         self.path = path/f'{self.folder.begin(learn)}.pth'
         self.graph = Graph(learn)
-        self.graph.begun.update(settings_of(learn))
+        self.begun = self.graph.begun|settings_of(learn)  # what tells this fit from others, see `check_same`
         self.loggers = state_of_loggers(learn)
-        # In a process that continues: the content of the file, from `begin`, which reads it, to `begin_training`, which
-        # restores it in the epoch where the fit was saved; if the fit was complete, to `end`. Otherwise None
-        self.found = None
-        self.at_epoch = None  # the state when the present epoch began, see `run`
-        self.reader = None  # the Reader of the present epoch, from `begin_training`
-        self.trained = None  # a content for the file, from the last window of an epoch to its end, see `keep_trained`
+        self.found = None  # the content of the file, from `begin` until it is restored in mid-epoch; else None
+        # Of the present epoch
+        self.at_epoch = None  # the state when it began, for the file
+        self.reader = None  # reads its batches, from `begin_training`
+        self.trained = None  # the content for the file after its last window, see `keep_trained`
+        # Of the saves
         self.next_save = 0  # when `save_if_due` saves again, by `clock`; 0: at once
-        self.has_saved = False  # whether the first save, which is read back, has succeeded
+        self.has_saved = False  # whether the first one, which is read back, has succeeded
 
     def run(self):
         "Takes the place of `Learner._do_fit`, but begins in the epoch where the fit was saved"
         learn = self.learn
         for epoch in range(self.begin(), learn.n_epoch):
             learn.epoch = epoch
-            # For the file, since a process that continues lets callbacks begin the epoch again. Without weights: nothing
-            # is trained before `begin_training`, which restores those of mid-epoch
+            # For the file, since a process that continues lets callbacks begin the epoch again. Without weights:
+            # nothing is trained before `begin_training`, which restores those of mid-epoch
             self.at_epoch = self.graph.state()['rest']
             self.trained = None
             learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
@@ -76,15 +75,15 @@ def begin_training(self:SavedFit):
     """After all callbacks have begun the training part of an epoch: makes the loop read through a Reader, and save
     between windows. If the fit was saved in this epoch, the Reader first reads the batches of the epoch again from the
     first one, with the state that they had then; only afterwards is the state in mid-epoch restored"""
-    loop = self.leader.loop
+    batches = self.leader.loop.batches
     has_ended,position = self.found['reader'] if self.found else (False,None)
-    # The leader has gone to the place in the file: `n_loaded` is the number of batches that the killed process had read
-    self.reader = Reader(loop.batches.dl, loop.batches.n_loaded, has_ended, position)
+    # `go_to` has set `n_loaded` to the number of batches that the killed process had read
+    self.reader = Reader(batches.dl, batches.n_loaded, has_ended, position)
     if self.found:
         self.restore()
         self.found = None
-    loop.batches.read_with(self.reader)
-    loop.hook_in(self.save_if_due, self.keep_trained)
+    batches.read_with(self.reader)
+    self.leader.loop.hook_in(self.save_if_due, self.keep_trained)
 
 @patch
 def keep_trained(self:SavedFit):
@@ -94,10 +93,9 @@ def keep_trained(self:SavedFit):
 
 @patch
 def end(self:SavedFit):
-    "After the fit: saves the final state, in case the process is killed in a later fit"
-    # No epoch has been trained. Either the saved fit was complete: `begin` has restored its state, but since then other
-    # callbacks' `after_fit` may have changed it. Or a callback has cancelled this fit before `begin_training`: then it
-    # ends with the state of mid-epoch, the last one that it had
+    """After the fit: saves the final state, in case the process is killed in a later fit. If no epoch has run, that is
+    the state of the file: the saved fit was complete, or a callback has cancelled this fit before its place"""
+    # `go_to` has restored the state of a complete fit, but since then callbacks' `after_fit` may have changed it
     if self.found: self.restore()
     self.save(None)
     self.folder.end(self.learn)
@@ -126,15 +124,13 @@ def save_if_due(self:SavedFit):
 @patch
 def save_trained(self:SavedFit):
     """After each batch of the validation, and after the last epoch: if a signal is waiting, writes what `keep_trained`
-    has kept, the fit as it was before the validation, which the next process repeats. But not while the model has other
-    weights"""
+    has kept, the fit as it was before the validation, which the next process repeats. If the model has other weights at
+    the moment, such as an average with which a callback validates, the signal waits for the next window or the end"""
     if not self.trained or not held_signals.waiting: return
-    # What was kept shares the memory of the weights. A callback that validates with others, such as their average, has
-    # put these there, so their digests are not those that were kept. Then the signal waits for the next window, or for
-    # the end of the last epoch
+    # What was kept shares the memory of the weights. If they have changed since, their digests have, too
     digests = self.trained['processes'][self.rank]['digests']
     for part,value in self.trained['weights'].items():
-        if Digest(self.graph, value).value != digests[part]: return
+        if self.graph.digest(part, value).value != digests[part]: return
     self.write(self.trained)
     held_signals.deliver()
 
@@ -173,7 +169,7 @@ def content(self:SavedFit, place:dict|None)->dict:
     own = dict(
         state,
         place=place,
-        begun=self.graph.begun,
+        begun=self.begun,
         at_epoch=self.at_epoch,
         reader=self.reader and self.reader.state())
     of_all = [own for _ in range(self.n_processes)]
@@ -190,29 +186,33 @@ def content(self:SavedFit, place:dict|None)->dict:
 @patch
 def begin(self:SavedFit)->int:
     """Runs before the first epoch, and returns its number: 0 without a file, the epoch where the fit was saved, or
-    `n_epoch` if it had ended. If there is a file, checks that it is of this fit, and prepares callbacks and loggers to
-    continue. The state in mid-epoch is restored later, by `begin_training`"""
-    found = self.read()
-    if not found:
+    `n_epoch` if it had ended. Raises ValueError if the file belongs to another fit"""
+    self.found = self.read()
+    if not self.found:
         return 0
-    check_same(self.graph, found['begun'], found['digests'], self.path)
-    self.found = found
-    self.loggers = found['loggers']
-    self.folder.count_from(found['n_begun'])
-    learn = self.learn
-    place = found['place']
-    if place:
-        self.graph.restore(found['at_epoch'])  # callbacks are going to begin the epoch again
-        self.leader.begin_epoch_at(place)
-    else:  # the fit had ended
+    check_same(self.graph, self.begun, self.found, self.path)
+    self.folder.count_from(self.found['n_begun'])
+    place = self.found['place']
+    epoch = self.go_to(place)
+    if self.cb.verbose and self.rank == 0:
+        where = 'in' if place else 'at the end of'
+        print(f'AutoResume: resuming {where} epoch {self.learn.epoch} from {self.path}')
+    self.loggers = self.found['loggers']
+    restore_loggers(self.learn, self.loggers)
+    return epoch
+
+@patch
+def go_to(self:SavedFit, place:dict|None)->int:
+    "Prepares the Learner to go on at a place in the fit. Returns the epoch that is the first to run"
+    if place is None:  # the fit had ended
         # Makes the loop, whose counts users read. Otherwise the first epoch does, but no epoch runs
         self.leader.begin_fit()
         self.restore()
-    if self.cb.verbose and self.rank == 0:
-        where = 'in' if place else 'at the end of'
-        print(f'AutoResume: resuming {where} epoch {learn.epoch} from {self.path}')
-    restore_loggers(learn, self.loggers)
-    return learn.epoch if place else learn.n_epoch
+        return self.learn.n_epoch
+    # Callbacks begin the epoch again. The state in mid-epoch is restored afterwards, by `begin_training`
+    self.graph.restore(self.found['at_epoch'])
+    self.leader.begin_epoch_at(place)
+    return self.learn.epoch
 
 @patch
 def read(self:SavedFit)->dict|None:
@@ -223,18 +223,19 @@ def read(self:SavedFit)->dict|None:
         return None
     found = self.graph.read(contents[0])
     of_all = found['processes']
-    return found|of_all[self.rank%len(of_all)]  # another number of processes is an error, which `check_same` names
+    own = of_all[self.rank%len(of_all)]  # if fewer processes have written the file, `check_same` says so
+    return {**found, **own}
 
 # %% ../../nbs/resuming/08_fit.ipynb #4dacef38
 @patch
 def restore(self:SavedFit):
-    "Restores the state of the file. Raises ValueError if a part then has another digest than in the file"
+    "Restores the state of the file. Raises ValueError if a part then has a digest other than in the file"
     found = self.found
     self.graph.restore(found['rest'], found['weights'])
     now = self.graph.state()['digests']
-    # Attributes that the saved fit had deleted; or had not made yet, if the Learner goes on after an error. `now` has
-    # only those that a file can keep: one that the file neither has nor names as lost did not exist then
-    added = now.keys()-found['digests']-found['lost'].keys()
-    self.graph.delete(added)
+    # What the saved fit did not have: attributes that it had deleted; or, if the same Learner goes on after an error,
+    # attributes that it had not made yet
+    existed = found['digests'].keys()|found['lost'].keys()
+    self.graph.delete(now.keys()-existed)
     differ = [part for part,digest in found['digests'].items() if now.get(part) != digest]
     if differ: raise ValueError(f"AutoResume could not restore {', '.join(map(text_of, differ[:8]))}")

@@ -7,7 +7,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/graph.html.md""
 # %% ../../nbs/resuming/02_graph.ipynb #3e41382a
 from __future__ import annotations
 from collections import Counter
-from pathlib import PurePath
 import io,pickle
 
 from fastai.basics import *
@@ -17,18 +16,18 @@ from .parts import *
 from .pickles import *
 
 # %% auto #0
-__all__ = ['roots_of', 'root_of', 'is_data', 'parts_of', 'place_of', 'Graph', 'is_installed', 'named_in', 'Search', 'pickling',
+__all__ = ['roots_of', 'root_of', 'is_data', 'parts_of', 'Graph', 'is_installed', 'named_in', 'SearchPickler', 'pickling',
            'moved']
 
 # %% ../../nbs/resuming/02_graph.ipynb #4ff7f8ce
-# The search begins at a few objects, the roots. Each part of an object (an attribute, or its content) is pickled for
-# its digest, and pickle calls `Search.reducer_override` for whatever it meets in the part. An object that it meets for
-# the first time gets the path of the part, and waits until its own parts are searched
+# The search begins at a few objects, the roots. Each part of an object (an attribute, or its content) is pickled, and
+# pickle calls `SearchPickler.reducer_override` for whatever it meets in the part. An object that it meets for the first
+# time gets the path of the part, and waits until its own parts are searched
 
 def roots_of(learn)->list:
-    """Returns pairs of a path and an object in the order of the search, which reaches all other objects from these.
-    Callbacks and metrics are named by their classes. An object has the path by which it was found first: the data come
-    early, so that data which a callback also holds get a path of the data, and are known to be data by it"""
+    """Returns pairs of a path and an object, from which the search reaches all others. Callbacks and metrics are named
+    by their classes. An object has the path by which it is found first. So the data come before the callbacks: if a
+    callback holds a transform of the data, the transform has a path of the data"""
     loaders = zip(('dls.train','dls.valid'), learn.dls.loaders)
     named = [(type(o).__name__,o) for o in [*learn.cbs, *learn.metrics]]
     return [('generators',SharedGenerators()), ('dls',learn.dls), *loaders, *named, ('model',inner_model(learn.model)),
@@ -43,17 +42,12 @@ def is_data(path:str)->bool:
     return root_of(path) == 'dls'
 
 def parts_of(path:str, o)->dict:
-    """Returns the parts of an object: its attributes, and its content if it has one. The key of a part is the `path` of
-    the object and the name of the attribute, or '' for the content"""
+    "Returns the values of the parts of the object at a path: its attributes, and its content if it has one"
     parts = attributes_of(o)
     content = content_of(o)
     if content is not None:
-        parts[''] = content
-    return {(path,name):value for name,value in sorted(parts.items())}
-
-def place_of(part:tuple)->str:
-    "Returns the place of the objects in a part: 'cb.items' in an attribute, and 'cb.items.' in the content of cb.items"
-    return '.'.join(part)
+        parts[CONTENT] = content
+    return {Part(path, name): value for name,value in sorted(parts.items())}
 
 # %% ../../nbs/resuming/02_graph.ipynb #5b575bc6
 class Graph:
@@ -66,19 +60,14 @@ class Graph:
         self.waiting = []  # paths of the objects whose parts are still to be searched
         self.n_found = Counter()  # objects by the place where they were found
         self.pickling = pickling(self)
-        for path,o in reversed(roots_of(learn)): self.add(path, o)  # what is added last is searched first
-        while self.waiting:
-            path = self.waiting.pop()
-            o = self.objects[path]
-            for part,value in parts_of(path, o).items():
-                self.begun[part] = Search(self, part, value).value
-            for hook in hooks_of(o): Search(self, (path,'hook'), hook)
+        # What is added last is searched first: with the first root all that it reaches, then with the second one
+        for path,o in reversed(roots_of(learn)): self.add(path, o)
+        while self.waiting: self.search(self.waiting.pop())
 
     def add(self, place:str, o):
-        """Adds an object that was found at a `place`, a path, unless the object has a path already. Its path is the
-        place, with a number if other objects were found there before, as in a list: 'cb.items', 'cb.items.[1]'. Its
-        parts are searched later. A model comes with its layers and weights, a function with the variables of its
-        closure"""
+        """Adds an object that was found at a `place`, unless it has a path already. Its path is the place, with a
+        number if other objects were found there before, such as 'cb.nets' and 'cb.nets.[1]' for a list of two. A model
+        comes with its layers and weights, a function with the variables of its closure"""
         if id(o) in self.paths: return
         n = self.n_found[place]
         self.n_found[place] += 1
@@ -88,36 +77,53 @@ class Graph:
         self.waiting.append(path)
         kind = type(o)
         size = f' {list(o.shape)} {o.dtype}' if isinstance(o, Tensor) else ''
-        self.begun[path,'class'] = kind.__qualname__+size
-        for base in kind.__mro__: self.add_class(base)  # a file may name them, since the fit may make more objects
-        if isinstance(o, Callback):
-            for named in named_in(kind): self.add_named(named)
+        self.begun[Part(path, 'class')] = kind.__qualname__+size
+        self.allow_classes(o)
         inner = []
         if isinstance(o, nn.Module): inner = [*o.named_modules(), *o.named_parameters(), *o.named_buffers()]
         if isinstance(o, types.FunctionType): inner = zip(o.__code__.co_freevars, o.__closure__ or ())
         for name,value in inner: self.add(f'{path}.{name}', value)
 
+    def search(self, path:str):
+        "Adds the objects in the parts of the object at a path, and takes the digests of these parts"
+        o = self.objects[path]
+        for part,value in parts_of(path, o).items():
+            # `content_of` has made the values of a tensor or the state of a generator: there are no objects to be found
+            is_made = part.name == CONTENT and not isinstance(o, holders)
+            digest = self.digest(part, value) if is_made else SearchPickler(self, part).digest(value)
+            self.begun[part] = digest.value
+        for hook in hooks_of(o): SearchPickler(self, Part(path, 'hook')).digest(hook)  # only adds objects
+
+    def digest(self, part:Part, value)->Digest:
+        "Returns the digest of a value of a part"
+        return DigestPickler(self, is_data(part.path)).digest(value)
+
 # %% ../../nbs/resuming/02_graph.ipynb #9d4c27e1
 # Classes and functions that a file may name
 
 @patch
-def add_class(self:Graph, kind:type):
-    """Lets files refer to a class. One of the user's code is searched like an object, since it may have data, such as a
-    count of its objects: these are not kept, and named if they change"""
-    if id(kind) in self.paths: return
-    self.add_named(kind)
-    name = self.paths.get(id(kind))  # None: files cannot refer to it
-    if name and not is_installed(kind):
-        self.objects[name] = kind
-        self.waiting.append(name)
-
-@patch
-def add_named(self:Graph, o):
-    "Lets files refer to a class or function, unless it is one of Python's: some run code, as `os.system` does"
+def allow(self:Graph, o)->str|None:
+    """Lets files refer to a class or a function by its name, and returns the name. Returns None if files cannot refer
+    to it: if it has no name, or is one of Python's, of which some run code, as `os.system` does"""
     name = name_of(o)
-    if not name or name in allowed or is_of_python(o): return
+    if not name or name in allowed or is_of_python(o): return None
     self.named[name] = o
     self.paths[id(o)] = name
+    return name
+
+@patch
+def allow_classes(self:Graph, o):
+    """Lets files refer to what the fit may make or keep later: more objects of the classes of `o`, and what the methods
+    of a callback name. A class of the user's code is searched like an object, since it may have data, such as a count
+    of its objects, which are not kept, and named if they change"""
+    for kind in type(o).__mro__:
+        if id(kind) in self.paths: continue
+        name = self.allow(kind)
+        if name and not is_installed(kind):
+            self.objects[name] = kind
+            self.waiting.append(name)
+    if isinstance(o, Callback):
+        for named in named_in(type(o)): self.allow(named)
 
 def is_installed(o)->bool:
     """Returns whether a class or a function belongs to this package, or to one that is installed (in `site-packages` or
@@ -127,9 +133,10 @@ def is_installed(o)->bool:
     return '-packages' in file or library_of(o) == library_of(Graph)
 
 def named_in(kind:type)->list:
-    """Returns what a callback of a class may keep later in the fit: its methods, as MixUp does, and the classes and
-    functions that its methods name. It leaves out what methods of installed packages name: the fewer functions a file
-    may name, the safer, and these name some that load or write files"""
+    """Returns the methods of a callback's class, one of which it may keep in an attribute, as MixUp does; and the
+    classes and functions that these methods name, of which it may make and keep objects. It leaves out what methods of
+    installed packages name: the fewer functions a file may name, the safer, and these name some that load or write
+    files"""
     res = []
     for base in kind.__mro__:
         for f in vars(base).values():
@@ -155,37 +162,34 @@ def reduced(self:Graph, o):
     # An array of a subclass, such as a record array, as a plain one, whose maker a file may name
     return np.asarray(o).__reduce__() if isinstance(o, np.ndarray) else NotImplemented
 
-class Search(Digest):
-    """The digest of a part when the fit begins. It adds the objects that pickle meets in the part to the graph. Later
+class SearchPickler(DigestPickler):
+    """Takes the digest of a part when the fit begins, and adds the objects that pickle meets in it to the graph. Later
     digests add none: an object that the fit has made has no path, and is pickled by its value"""
-    def __init__(self, graph, part:tuple, value):
-        self.part = part
-        super().__init__(graph, value, is_data(part[0]))
+    def __init__(self, graph, part:Part):
+        super().__init__(graph, is_data(part.path))
+        self.place = part.place()
 
     def reducer_override(self, o):
-        "Pickle calls it for each object that it meets, as in `Digest`"
-        self.graph.add_named(o)
-        if self.needs_path(o): self.graph.add(place_of(self.part), o)
+        "Pickle calls it for each object that it meets, as in a `DigestPickler`"
+        self.graph.allow(o)
+        if self.needs_path(o): self.graph.add(self.place, o)
         return super().reducer_override(o)
 
     def needs_path(self, o)->bool:
-        """Returns whether a path has to stand for the object in files. Numbers and containers need no path, because a
-        file has their values. A tensor needs one: it is restored in place, so that other tensors still share its
-        memory"""
-        path,name = self.part
+        """Returns whether a path has to stand for the object in files. A tensor needs one, such as a weight that a loss
+        and a callback share: it is restored in place, and both still share it. But not the result of a computation,
+        such as a loss that a callback keeps, nor a sample of the data: the new process makes these again"""
         if isinstance(o, Tensor):
-            is_result = not o.is_leaf  # of a computation, such as a loss that a callback keeps: it is computed anew
-            # `content_of` has made it, such as the values of a tensor, which has a path itself
-            is_made = not name and not isinstance(self.graph.objects[path], holders)
-            return not is_result and not is_made and not is_data(path)  # tensors of the data are made anew
+            return o.is_leaf and not self.is_data
         is_iterator = hasattr(type(o), '__next__')
         return not is_iterator and not is_value(o) and name_of(o) is None
 
 # %% ../../nbs/resuming/02_graph.ipynb #5e1f3c20
 @patch
 def find_class(self:Graph, module:str, name:str):
-    """Returns the class or function that a pickle names; for `object_at`, a function that returns the object at a path.
-    Raises UnpicklingError if a file may not name it"""
+    """Returns the class or function that a pickle names: one that is `allowed` to all fits. For what this fit allows, a
+    pickle names `object_at` instead, with a path: for it, returns the method that finds an object by its path. Raises
+    UnpicklingError if a file may not name it"""
     o = allowed.get(full_name(module, name))
     if o is None:
         raise pickle.UnpicklingError(f'a file of AutoResume cannot name {module}.{name}')
@@ -194,7 +198,7 @@ def find_class(self:Graph, module:str, name:str):
 @patch
 def object_of(self:Graph, path:str):
     """Returns the object, class or function that a path stands for. Returns None if this fit does not have the path: a
-    file may be of another fit, and has to be read before `check_same` can tell how the two differ"""
+    file may belong to another fit, and has to be read before `check_same` can tell how the two differ"""
     return self.objects.get(path, self.named.get(path))
 
 def pickling(graph:Graph):
@@ -211,26 +215,27 @@ def pickling(graph:Graph):
 def state(self:Graph)->dict:
     """Returns the state of all objects, as a dict:
 
-    - `weights`: with the state of the optimizer; the same in all processes, and not copied
-    - `rest`: the other parts, pickled
+    - `weights`: the values of weights, and of the parts of the optimizer; the same in all processes, and not copied
+    - `rest`: the values of the other parts, pickled
     - `digests`: of the weights and the rest
-    - `lost`: why no file can hold the parts that have changed since the fit began and are not in the others"""
+    - `lost`: the parts that have changed since the fit began and that no file can hold, each with the reason"""
     weights = {}
     rest = {}
     digests = {}
     lost = {}
     for path,o in self.objects.items():
         is_shared = isinstance(o, nn.Parameter) or root_of(path) == 'opt'
-        kept = weights if is_shared else rest
+        values = weights if is_shared else rest
         for part,value in parts_of(path, o).items():
-            digest = Digest(self, value, is_data(path))
+            digest = self.digest(part, value)
             not_kept = 'an attribute of a class' if isinstance(o, type) else digest.not_kept
-            may_have_changed = digest.value is None or digest.value != self.begun.get(part)
-            if not_kept is None:
-                digests[part] = digest.value
-                kept[part] = value
-            elif may_have_changed:
-                lost[part] = not_kept
+            is_as_it_was = digest.value is not None and digest.value == self.begun.get(part)
+            if not_kept:
+                if not is_as_it_was: lost[part] = not_kept
+                continue
+            digests[part] = digest.value
+            # A folder may be moved before the fit goes on. The new process has the same value, with its own folders
+            if not (digest.has_folders and is_as_it_was): values[part] = value
     file = io.BytesIO()
     self.write(rest, file)
     return dict(weights=weights, rest=file.getvalue(), digests=digests, lost=lost)
@@ -240,11 +245,12 @@ def state(self:Graph)->dict:
 
 @patch
 def write(self:Graph, o, file):
+    "Writes `o`, in which a path stands for each object of the graph"
     torch.save(o, file, self.pickling, pickle_protocol=4)
 
 @patch
 def read(self:Graph, content:bytes):
-    "Returns what a file contains"
+    "Returns what a file contains, with this process' objects in the place of their paths"
     # `weights_only` would allow PyTorch's list of names only; `find_class` is as strict, and allows this fit's, too
     return torch.load(io.BytesIO(content), moved, self.pickling, weights_only=False)
 
@@ -256,28 +262,14 @@ def moved(storage, location:str):
 def delete(self:Graph, parts:Iterable):
     "Deletes attributes of objects"
     for path,name in parts:
-        if name: object.__delattr__(self.objects[path], name)
-
-@patch
-def differs_in_folders(self:Graph, part:tuple, value)->bool:
-    """Returns whether a part is a path, or belongs to the data, and differs from `value` at most in folders, which may
-    have been moved since the file was written. Then it keeps its present value"""
-    path,_ = part
-    if not is_data(path) and not isinstance(value, PurePath): return False
-    present = parts_of(path, self.objects[path]).get(part)
-    digest = Digest(self, present)  # has only the last part of each path
-    is_whole = digest.n_bytes == 0  # of tensors and arrays, a digest has only samples
-    return is_whole and digest.value == Digest(self, value).value
+        if name != CONTENT: object.__delattr__(self.objects[path], name)
 
 @patch
 def restore(self:Graph, rest:bytes, weights:dict={}):
-    "Sets parts to those of a state"
+    "Sets parts to the values of a state"
     parts = {**self.read(rest), **weights}
     for part,value in parts.items():
-        path,name = part
-        o = self.objects.get(path)
+        o = self.objects.get(part.path)
         if o is None: continue  # `SavedFit.restore` finds that its parts are missing
-        if self.differs_in_folders(part, value): continue
-        # Not `setattr`, which callbacks and modules have changed
-        if name: object.__setattr__(o, name, value)
-        else: set_content(o, value)
+        if part.name == CONTENT: set_content(o, value)
+        else: object.__setattr__(o, part.name, value)  # not `setattr`, which callbacks and modules have changed

@@ -10,64 +10,68 @@ from fastai.basics import *
 
 from ..windows.checks import warn_user
 from ..windows.processes import n_processes
-from .graph import Graph,place_of
-from .parts import generators,is_window_callback
+from .graph import Graph
+from .parts import CONTENT,Part,generators,is_window_callback
 
 # %% auto #0
-__all__ = ['settings_of', 'check_same', 'text_of', 'is_never_compared', 'may_differ']
+__all__ = ['settings_of', 'check_same', 'set_by_script', 'text_of', 'is_never_compared', 'may_differ']
 
 # %% ../../nbs/resuming/04_identity.ipynb #43fa87b6
 def settings_of(learn)->dict:
-    """Returns settings by name, to compare them beside the parts of objects: the number of processes, and each
+    """Returns settings as text, to compare them beside the digests of parts: the number of processes, and each
     hyper-parameter, such as 'wd of group 0', except those that a schedule sets"""
-    res = {('processes',''): str(n_processes(learn))}
+    res = {Part('processes', ''): str(n_processes(learn))}
     scheduled = nested_attr(learn, 'param_scheduler.scheds', {})
     for i,hypers in enumerate(learn.opt.hypers):
         for name in hypers.keys()-scheduled:
-            res[f'{name} of group {i}',''] = str(hypers[name])
+            res[Part(f'{name} of group {i}', '')] = str(hypers[name])
     return res
 
 # The parts that hold all hyper-parameters, which `settings_of` returns one by one. After Ctrl-C, an optimizer has the
 # rate in mid-schedule, and the fit can go on. fastai's `opt.hypers` is an L, whose list is its attribute `items`. In an
 # OptimWrapper, `opt.opt` is PyTorch's optimizer, which has `param_groups` and `state`
-_of_settings = ('opt.hypers','items'),('opt.opt','param_groups'),('opt.opt','state')
+_of_settings = Part('opt.hypers', 'items'),Part('opt.opt', 'param_groups'),Part('opt.opt', 'state')
 
 # %% ../../nbs/resuming/04_identity.ipynb #d95a3c1b
 def check_same(
     graph:Graph, # Of this fit, which begins
-    begun:dict, # The digests of the saved fit when it began, by part
-    digests:dict, # Its digests when it was saved
-    file:Path, # Its file
+    begun:dict, # The digests with which this fit began, by part, and its settings
+    found:dict, # The content of the file
+    file:Path, # The file
 ):
-    """Raises ValueError if a part differs between the starts of the two fits, or warns if it may differ. A part that
-    the saved fit has changed since is not compared, nor anything inside it, because its value comes from the file: for
-    example, a list of losses, which is empty in a new process, but not if the same Learner goes on after Ctrl-C"""
-    # Settings, and parts that the file could not keep, have no digest when it was saved: they count as unchanged
-    # What is inside 'cb.losses' begins with 'cb.losses.', and 'cb.losses_n' does not
-    changed = [place_of(part)+'.' for part,then in begun.items() if digests.get(part, then) != then]
+    """Raises ValueError if this fit and the saved one did not begin with the same parts and settings, or warns if a
+    part may differ"""
     errors = []
-    for part,then in begun.items():
-        now = graph.begun.get(part)
-        if now == then or part in _of_settings: continue
-        if (place_of(part)+'.').startswith(tuple(changed)): continue
-        path,name = part
-        o = graph.objects.get(path)
-        if is_never_compared(o, name): continue
+    for part in set_by_script(found['begun'], found['digests']):
+        now = begun.get(part)
+        then = found['begun'][part]
+        o = graph.objects.get(part.path)
+        if now == then or part in _of_settings or is_never_compared(o, part.name): continue
         text = text_of(part)
         # The digest of a number or a short string is itself; of all else, only a checksum is known
         if isinstance(then, str): text += f' {now}, not {then}'
-        else: text = f'another {text}'
-        if may_differ(o, name, now): warn_user(f'AutoResume continues with the earlier value: this fit has {text}')
+        else: text = f'a different {text}'
+        if may_differ(o, part.name, now): warn_user(f'AutoResume continues with the earlier value: this fit has {text}')
         else: errors.append(text)
     if errors:
         raise ValueError(f"this fit cannot be resumed from {file}, since it has {'; '.join(errors[:8])}: use the same "
                          "settings, seed the split of the data and lr_find, or pass AutoResume(restart=True) to start "
                          "over, or another fname")
 
+def set_by_script(begun:dict, digests:dict)->list:
+    """Returns the parts that the saved fit had not changed when it was saved. The value of any other part, and of all
+    inside it, comes from the file, so it need not be what it was when the fit began: for example a list of losses,
+    which is empty in a new process, but not if the same Learner goes on after Ctrl-C"""
+    # Settings, and parts that the file could not keep, have no digest when it was saved: they count as unchanged
+    changed = [part.place()+'.' for part,then in begun.items() if digests.get(part, then) != then]
+    # What is inside 'cb.losses' begins with 'cb.losses.', and 'cb.losses_n' does not
+    return [part for part in begun if not (part.place()+'.').startswith(tuple(changed))]
+
 # %% ../../nbs/resuming/04_identity.ipynb #6c2e91d4
-def text_of(part:tuple)->str:
-    "Returns a part as users write it"
-    return re.sub(r'\.+', '.', place_of(part)).strip('.')
+def text_of(part:Part)->str:
+    "Returns a part as users write it, such as 'cb.nets[1].scale'"
+    text = part.place().replace(f'.{CONTENT}', '').replace('.[', '[')
+    return text.strip('.')
 
 # What may differ
 
@@ -75,13 +79,13 @@ def is_never_compared(o, name:str)->bool:
     """Returns whether a part is an attribute of a class, which no file keeps; or a weight, a tensor of a layer, or the
     state of a generator. A script that sets no seed draws these anew each time, and the file's values replace them"""
     if isinstance(o, type): return True
-    if not name: return isinstance(o, (Tensor,*generators))
+    if name == CONTENT: return isinstance(o, (Tensor,*generators))
     return isinstance(o, nn.Module) and isinstance(vars(o).get(name), Tensor)
 
 def may_differ(o, name:str, digest)->bool:
     """Returns whether an attribute of `o` may differ; its value then comes from the file. It may if it is
 
-    - a number or a string of a callback, unless the callback belongs to this package
+    - a number or a string of a user's callback, such as a time, a seed or a name of a run, which a script may make anew
     - an attribute of a random transform, which is drawn for each batch
     - the number of a DataLoader's workers, whose default is the machine's number of CPUs"""
     if name in ('num_workers','prefetch_factor') or isinstance_str(o, 'RandTransform'):

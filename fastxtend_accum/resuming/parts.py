@@ -8,6 +8,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/parts.html.md""
 from __future__ import annotations
 from argparse import Namespace
 from collections import UserDict,UserList,deque
+from typing import NamedTuple
 
 from fastai.basics import *
 from torch.utils.hooks import RemovableHandle
@@ -15,10 +16,22 @@ from torch.utils.hooks import RemovableHandle
 from ..windows.state import random_states,restore_value,set_random_states
 
 # %% auto #0
-__all__ = ['generators', 'with_attributes', 'holders', 'SharedGenerators', 'library_of', 'is_of_python', 'is_window_callback',
-           'is_set_anew', 'hooks_of', 'data_of', 'attributes_of', 'content_of', 'set_content', 'set_tensor']
+__all__ = ['CONTENT', 'generators', 'with_attributes', 'holders', 'Part', 'SharedGenerators', 'library_of', 'is_of_python',
+           'is_window_callback', 'is_set_anew', 'hooks_of', 'data_of', 'attributes_of', 'content_of', 'set_content',
+           'set_tensor']
 
 # %% ../../nbs/resuming/00_parts.ipynb #75851d9e
+class Part(NamedTuple):
+    "Names a part of an object"
+    path:str  # of the object, such as 'cb.items'
+    name:str  # of an attribute, or `CONTENT`
+
+    def place(self)->str:
+        "Returns the path of the first object that is found in the part: 'cb.items.x', or 'cb.items.[]' for the content"
+        return f'{self.path}.{self.name}'
+
+CONTENT = '[]'  # what an object has in no attribute, such as the items of a list
+
 class SharedGenerators:
     """The random generators of Python, NumPy and PyTorch that all code shares, as one object with the methods of a
     `torch.Generator`. So a graph keeps them as it keeps a generator of a callback"""
@@ -71,7 +84,7 @@ def is_set_anew(o, name:str, value)->bool:
     return any(f'{kind.__name__}.{name}' in _left_out for kind in type(o).__mro__)
 
 # %% ../../nbs/resuming/00_parts.ipynb #0afe9ee0
-# Classes of Python's standard library whose objects are bags of values
+# The classes of Python's standard library whose objects may have attributes that users set
 with_attributes = SimpleNamespace,Namespace,UserDict,UserList,types.FunctionType
 
 def hooks_of(o)->list:
@@ -107,7 +120,7 @@ holders = types.CellType,dict,list,deque
 def content_of(o):
     """Returns the state of an object that is in none of its attributes, for `set_content`; None if there is none:
 
-    - a tensor: its values, whether it requires a gradient, and its gradient
+    - a tensor: its values, whether it requires a gradient, whether it has one, and its gradient unless that is zeros
     - a random generator: its state
     - a variable of a function's closure: its value, in a tuple, since it may be None
     - the Recorder: its losses
@@ -115,8 +128,9 @@ def content_of(o):
     if isinstance(o, Tensor):
         # Between windows gradients are zeros or None. These differ: an optimizer moves a weight whose gradient is 0 by
         # momentum and weight decay, and leaves a weight without a gradient alone. Zeros would make files larger
-        has_zeros = o.grad is not None and not o.grad.any()
-        return o.detach(),o.requires_grad,'zeros' if has_zeros else o.grad
+        has_grad = o.grad is not None
+        grad = o.grad if has_grad and o.grad.any() else None
+        return o.detach(),o.requires_grad,has_grad,grad
     if isinstance(o, random.Random):
         return o.getstate()
     if isinstance(o, np.random.Generator):
@@ -156,8 +170,8 @@ def set_content(o, content):
         o.extend(content)
 
 # %% ../../nbs/resuming/00_parts.ipynb #79eec1a6
-def set_tensor(o:Tensor, values:Tensor, requires_grad:bool, grad:Tensor|str|None):
-    "Sets what `content_of` has returned"
+def set_tensor(o:Tensor, values:Tensor, requires_grad:bool, has_grad:bool, grad:Tensor|None):
+    "Sets what `content_of` has returned. If the tensor has a gradient, but `grad` is None, the gradient is zeros"
     restore_value(o, values)
     o.requires_grad_(requires_grad)
-    o.grad = torch.zeros_like(o) if isinstance(grad, str) else grad
+    o.grad = torch.zeros_like(o) if has_grad and grad is None else grad

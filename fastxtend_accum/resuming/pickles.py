@@ -11,16 +11,18 @@ from collections import Counter,OrderedDict,deque
 from functools import _lru_cache_wrapper
 from numbers import Integral,Number
 from pathlib import PurePath
+from typing import NamedTuple
 import copyreg,io,pickle,zlib
 
 from fastai.basics import *
 from torch._weights_only_unpickler import _get_allowed_globals
 from torch.storage import TypedStorage
 
-from .parts import is_of_python,with_attributes
+from .parts import Part,is_of_python,with_attributes
 
 # %% auto #0
-__all__ = ['allowed', 'LONG', 'LARGE', 'SAMPLE', 'name_of', 'full_name', 'is_value', 'object_at', 'bound', 'Digest']
+__all__ = ['allowed', 'LONG', 'LARGE', 'SAMPLE', 'name_of', 'full_name', 'is_value', 'object_at', 'bound', 'Digest',
+           'DigestPickler']
 
 # %% ../../nbs/resuming/01_pickles.ipynb #ae7512fa
 # What is pickled by its value, and what by its name
@@ -47,10 +49,10 @@ def full_name(module:str, name:str)->str:
     return f'{module}.{name}'.replace('numpy._core', 'numpy.core')
 
 def is_value(o)->bool:
-    """Returns whether an object is pickled by value: if it is a number, an array, an object of Python's standard
-    library, such as a container or a method, or has `__slots__` in place of a `__dict__`"""
+    """Returns whether a file has the whole object wherever it is met, such as a number, an array, a list, or an object
+    with `__slots__` in place of a `__dict__`. Any other object, such as a layer or a list of a subclass, may be changed
+    in place by several owners, so a path stands for it, and the file has its parts"""
     kind = type(o)
-    # Not of a subclass, such as fastai's L, which may have attributes that a file has to keep
     if is_of_python(kind): return not isinstance(o, _not_values)
     if isinstance(o, _values): return True
     slots = copyreg._slotnames(kind)  # of the class and its bases, as pickle finds them
@@ -73,7 +75,7 @@ _makers = [
     object_at, bound, np.ndarray, np.dtype,
     np.array(0).__reduce__()[0], np.float32(0).__reduce__()[0],  # what NumPy's pickles call
     TensorBase, TensorImage, TensorMask, TensorCategory,
-    slice, range, type(Path()), random.Random, SimpleNamespace, *_plain, *_containers]
+    Part, slice, range, type(Path()), random.Random, SimpleNamespace, *_plain, *_containers]
 allowed = dict(_get_allowed_globals())  # by name: what PyTorch calls safe
 allowed.update({name_of(o):o for o in _makers})
 
@@ -83,14 +85,18 @@ LONG = 1000 # items
 LARGE = 2**20 # bytes
 SAMPLE = 2**16 # bytes or elements
 
+class Digest(NamedTuple):
+    "Tells whether two values are equal, which may be in different processes"
+    value:str|int|None  # a short number or string itself, so that users can read what differs; else a checksum, or None
+    not_kept:str|None  # why no file may hold the value; None if one may
+    has_folders:bool  # whether there is a path in the value, from which the checksum leaves out the folders
+
 # %% ../../nbs/resuming/01_pickles.ipynb #2247b476
-class Digest(pickle.Pickler):
-    """The digest of a value, which is the same in another process if the value is. It is taken from the bytes that
-    pickle makes of the value. To decide about each object in it, pickle calls methods of its Pickler, so this is one.
-    The results are `value`, `not_kept` and `n_bytes`, which are final"""
+class DigestPickler(pickle.Pickler):
+    """Takes the digest of one value, from the bytes that pickle makes of it. Pickle calls `reducer_override` and
+    `persistent_id` for each object in the value, to let a subclass decide what it writes"""
     def __init__(self,
         graph, # The `Graph` to which the value belongs
-        value,
         is_data:bool=False, # Whether the value is part of the data, which are not written if they are large
     ):
         self.file = io.BytesIO()
@@ -98,20 +104,20 @@ class Digest(pickle.Pickler):
         self.fast = True  # no references to what came before: equal values have equal bytes, even if one is a copy
         self.graph = graph
         self.is_data = is_data
+        self.not_kept = None
+        self.has_folders = False
         self.n_bytes = 0  # in the tensors and arrays of the value
-        self.not_kept = None  # why no file may hold the value; None if one may
-        self.value = None  # the digest; None if the value cannot be pickled
-        try: self.take(value)
-        except Exception as e:  # classes raise errors of all kinds
-            self.not_kept = str(e)
 
-    def take(self, value):
-        "Takes the digest: a short number or string itself, so that users can read what differs; else a checksum"
-        self.dump(value)  # calls the methods below for each object in the value
-        is_short = type(value) in _plain and len(str(value)) <= 100
-        self.value = repr(value) if is_short else zlib.crc32(self.file.getvalue())
+    def digest(self, value)->Digest:
+        "Returns the digest. Its value is None if pickle cannot write what it is of"
+        try: self.dump(value)  # calls the methods below
+        except Exception as e:  # classes raise errors of all kinds
+            return Digest(None, str(e), self.has_folders)
         if self.is_data and self.n_bytes > LARGE:
             self.not_kept = 'it is large'
+        is_short = type(value) in _plain and len(str(value)) <= 100
+        text = repr(value) if is_short else zlib.crc32(self.file.getvalue())
+        return Digest(text, self.not_kept, self.has_folders)
 
     def reducer_override(self, o):
         """Pickle calls it for each object other than numbers, strings and containers, to ask how to make it again. If
@@ -126,9 +132,9 @@ class Digest(pickle.Pickler):
         return NotImplemented  # pickle knows how
 
     def persistent_id(self, o):
-        """Pickle calls it for each object in the value. If this returns None, pickle goes on with the object itself,
-        otherwise with what this returns, in place of the object. So this is where a digest leaves out what may differ
-        between processes, and samples what is large"""
+        """Pickle calls it for each object, and writes what it returns in place of the object, or the object itself if
+        that is None. So this is where a digest leaves out what may differ between processes, and samples what is
+        large"""
         if type(o) is int and o in self.graph.paths:
             self.not_kept = f'it has the id() of {self.graph.paths[o]}, which another process does not have'
         if type(o) in _plain:
@@ -138,43 +144,48 @@ class Digest(pickle.Pickler):
         if isinstance(o, (np.ndarray,np.generic)):
             return self.sample_of_array(o)
         if isinstance(o, PurePath):
-            return o.name  # a folder may have been moved
+            self.has_folders = True
+            return o.name
         if isinstance(o, (set,frozenset)):
             return tuple(sorted(o, key=self.sort_key))
-        is_long = self.is_data and type(o) is list and len(o) > LONG
-        # A list of numbers is the order of the samples, which is part of the state, whatever its length
-        if not is_long or isinstance(o[0], Integral):
-            return None
-        # A list of samples, of unknown size: about 100 of them stand for all
-        self.n_bytes = math.inf
-        return len(o),o[::len(o)//100]
+        if self.is_data and type(o) is list and len(o) > LONG:
+            return self.sample_of_list(o)
+        return None
 
 # %% ../../nbs/resuming/01_pickles.ipynb #7d3e90b1
 @patch
-def sort_key(self:Digest, o)->str:
-    """Returns a string that puts the items of a set in the same order in each process: the path of an object or the
-    name of a class, else the type of a value and what it prints. Raises PicklingError if that is an address, such as
+def sort_key(self:DigestPickler, o)->str:
+    """Returns a string that puts the items of a set in the same order in each process: the path of an object, since two
+    layers may print the same, or what a value prints. Raises PicklingError if that is an address, such as
     '<Cat object at 0x7f...>', which another process does not have"""
-    # Two layers may print the same, so a path comes first
-    text = self.graph.paths.get(id(o)) or name_of(o) or f'{type(o).__name__} {o!r}'
+    text = self.graph.paths.get(id(o), repr(o))
     if ' at 0x' in text: raise pickle.PicklingError('it is a set of objects that have no order')
     return text
 
 @patch
-def sample_of_array(self:Digest, o)->tuple:
+def sample_of_list(self:DigestPickler, o:list)->tuple|None:
+    """Returns the length and about 100 items of a list of samples, whose size is unknown. But returns None for a list
+    of numbers, which may be the order of the samples, a part of the state: all of them count, whatever their number"""
+    if isinstance(o[0], Integral):
+        return None
+    self.n_bytes = math.inf
+    return len(o),o[::len(o)//100]
+
+@patch
+def sample_of_array(self:DigestPickler, o)->tuple:
     """Returns type, shape, and about `SAMPLE` numbers of an array or a number of NumPy, whose versions 1 and 2 pickle
     the same number in different ways"""
     self.n_bytes += o.nbytes
     step = o.size//SAMPLE+1
     numbers = o.flat[::step].tolist()
-    # No list: pickle passes what `persistent_id` returns to it again, where a long list may be one of samples
-    return str(o.dtype),o.shape,tuple(numbers)
+    return str(o.dtype),o.shape,tuple(numbers)  # a tuple, since pickle asks about a list again, and would sample it
 
 @patch
-def sample_of_memory(self:Digest, storage:torch.UntypedStorage)->bytes:
+def sample_of_memory(self:DigestPickler, storage:torch.UntypedStorage)->bytes:
     "Returns about `SAMPLE` bytes of a tensor's memory, evenly spaced"
     self.n_bytes += storage.nbytes()
     memory = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
-    step = storage.nbytes()//(2*SAMPLE)*2+1  # odd, so that the sample has each of the bytes that a number consists of
+    step = storage.nbytes()//SAMPLE
+    step += 1-step%2  # odd, so that the sample has each of the bytes that a number consists of
     sample = memory[::step].clone()  # `numpy()` shares memory, and PyTorch could not resize the tensor afterwards
     return sample.cpu().numpy().tobytes()
