@@ -6,6 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/cache.html.md"""
 
 # %% ../nbs/04_cache.ipynb #e8280239
 from __future__ import annotations
+from contextlib import nullcontext
 
 from fastai.basics import *
 
@@ -55,11 +56,10 @@ def cached_forward(
         outputs = run_in_parts(module, bounds, run_part)
         sizes = [end-start for start,end in bounds]
         if are_rows_ambiguous(outputs[-1], sizes[-1]):
-            # Run the last part again, with the row before it: `join` raises an error if the output does not show this
-            # additional row in the first dimension
-            start = bounds[-1][0]-1
-            with torch.no_grad(), Snapshot(module): one_more = run_part(start, n)
-            join([*outputs, one_more], [*sizes, n-start])
+            # Run the last part again, with the row before it. This shows which dimension grows
+            n_rows = sizes[-1]+1
+            with torch.no_grad(), Snapshot(module): larger_output = run_part(n-n_rows, n)
+            join([larger_output], [n_rows])  # raises an error unless the first dimension has grown
         return join(outputs, sizes)
     return forward_in_parts
 
@@ -113,7 +113,7 @@ class GradientCache(WindowCallback, MemorySaver):
 # %% ../nbs/04_cache.ipynb #9e09f036
 @patch
 def check_model(self:GradientCache):
-    "Raises ValueError if the model is sharded, or if the `part` is no part of it"
+    "Raises ValueError if the model is sharded, or if `part` returns something that is not in it"
     model = self.learn.model
     if is_sharded(model):
         raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: "
@@ -123,15 +123,15 @@ def check_model(self:GradientCache):
 @patch
 def check_others(self:GradientCache):
     "Raises ValueError if another callback splits batches, too"
-    splitting = [cb for cb in self.learn.cbs if isinstance(cb, WindowCallback) and cb.run and cb.micro_batch_size]
-    if len(splitting) == 1: return  # this one itself
+    splitting = [cb for cb in self.learn._grab_cbs(WindowCallback) if cb.run and cb.micro_batch_size]
+    if splitting == [self]: return
     raise ValueError("GradientCache and the micro_batch_size of another callback both split batches: leave one of "
                      "them out")
 
 @patch
 def context(self:GradientCache, loop):
-    "Returns a context in which the module runs in micro-batches, or None if the batch is a single micro-batch"
-    if self.micro_bs is None: return None
+    "Returns a context in which the module runs in micro-batches"
+    if self.micro_bs is None: return nullcontext()  # the batch is a single micro-batch
     module = self.module_to_split(loop.learn.model)  # not `self.learn`, which is None once it is removed
     forward = cached_forward(module, loop.batches.current.samples, self.micro_bs)
     return override_attr(module, 'forward', forward)
@@ -150,7 +150,7 @@ def report(self:GradientCache, loop):
     module = self.module_to_split(loop.learn.model)
     message = (f'GradientCache: {type(module).__name__} sees at most {size} of {n} samples at a time; '
                'validation batches are not split')
-    found = loop.fit.differences  # what the first forward pass has shown; None if `verbose` is False
-    # If this callback is not the leader, a GradientAccumulation is, and its own line names the differences
-    if found and size < n and self.is_leader(): message += found.described(module)
+    differences = loop.fit.differences  # what the first forward pass has shown; None if `verbose` is False
+    # Beside a GradientAccumulation, which is the leader then, this leaves the differences to the line that it prints
+    if differences and size < n and self.is_leader(): message += differences.described(module)
     self.log_once(message)

@@ -37,13 +37,13 @@ def checkpointed(module, forward:Callable)->Callable:
     def run(*args, **kwargs):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # `checkpoint` gets the tensors that the arguments contain, not the arguments, for two reasons. It keeps what it
-        # gets, and `save_on_cpu`, which moves tensors to the CPU, would not see tensors in a list. And each run has to
-        # get a new list, because a DenseNet appends to the list that it passes to its layers
+        # `checkpoint` keeps what it gets for the second run. It gets the tensors in the arguments, not the arguments,
+        # for two reasons: `save_on_cpu`, which moves what is kept to the CPU, would not see tensors in a list; and each
+        # run has to get a new list, because a DenseNet appends to the list that it passes to its layers
         leaves,structure = tree_flatten((args, kwargs))
-        def forward_of_leaves(*leaves):
-            args,kwargs = tree_unflatten(leaves, structure)
-            return forward(*args, **kwargs)
+        def forward_of_leaves(*leaves_of_run):
+            new_args,new_kwargs = tree_unflatten(leaves_of_run, structure)
+            return forward(*new_args, **new_kwargs)
         def contexts():
             """Returns two contexts, as PyTorch wants: one for the first run, and one for each run in the backward pass.
             PyTorch calls this just before the first run, so the snapshot has the state in which the first run begins"""
@@ -95,7 +95,7 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
         store_attr()
         self.found = []  # blocks
         self.groups = {}  # each nn.Sequential around them, and its grouped form
-        self.n_recomputed = 0  # so many blocks, from the first one on
+        self.n_recomputed = 0  # blocks that are recomputed: the first ones of `found`
         self.read_settings()
 
     def read_settings(self):
@@ -123,14 +123,14 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
 
 @patch
 def context(self:ActivationCheckpointing, loop):
-    """Returns a context in which blocks run again in the backward pass, or None if all fits. It overrides forward
-    passes when it is entered, not yet here: so `forward_of_block` finds each block's own forward pass"""
-    if not self.n_recomputed: return None
+    """Returns a context in which blocks run again in the backward pass. Nothing is overridden before the context is
+    entered: so `forward_of_block` finds each block's own forward pass"""
+    if not self.n_recomputed: return nullcontext()  # all fits
     contexts = [override_attr(o, 'use_cache', False) for o in configs_with_cache(loop.learn.model)]
     # Some blocks are groups of layers. Only the grouped form of the nn.Sequential around them calls a group as a module
     contexts += [override_attr(m, 'forward', group.forward) for m,group in self.groups.items()]
-    # Contexts are entered in this order, and the last one prevails. An nn.Sequential with a grouped form may be a block
-    # itself: then it is recomputed as a whole, not by its groups
+    # An nn.Sequential with a grouped form may be a block itself. Then it has two contexts. The one below is entered
+    # last, so it prevails: the nn.Sequential is recomputed as a whole, and not by its groups
     contexts += [override_attr(m, 'forward', self.forward_of_block(m)) for m in self.found[:self.n_recomputed]]
     return ContextManagers(contexts)
 

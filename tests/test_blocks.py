@@ -136,7 +136,7 @@ def nested():
 
 @pytest.mark.parametrize('choose,expected', [
     (lambda m: m[0], lambda m: [m[0][0], m[0][1]]),  # a list means its children
-    (lambda m: nn.ModuleDict(dict(body=m[0], head=m[2])), lambda m: [m[0], m[2]]),
+    (lambda m: nn.ModuleList([m[0], m[2]]), lambda m: [m[0], m[2]]),
     (lambda m: m[2], lambda m: [m[2]]),
     (lambda m: iter([m[0], m[2], m[0]]), lambda m: [m[0], m[2]])])
 def test_blocks_that_a_user_names(nested, choose, expected):

@@ -388,7 +388,7 @@ def with_a_random_number(views): return *views, 7+views[0].numel()*torch.rand(1)
     (with_a_random_number, 8, 'cannot join a float'),
     (torch.stack, 8, r'shape \(2, 8, 4\) for 8 samples: its first dimension'),
     (torch.stack, 2, r'shape \(2, 3, 4\) for 3 samples'),  # the shape of two views is that of two samples
-    (with_a_scale, 2, r'shape \(1,\) for 2 samples: its first dimension')])  # as many outputs as samples
+    (with_a_scale, 2, r'shape \(1,\) for 3 samples: its first dimension')])  # as many outputs as samples
 def test_outputs_that_cannot_be_joined_are_an_error_before_the_first_step(output, micro, says):
     assert_refused(learner_of_views(Returns(output), GradientCache(micro)), NotBySample, says)
 

@@ -339,7 +339,7 @@ UNFIT = RuntimeError('cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. Non-contiguous?')
 def test_the_error_of_a_single_sample_names_the_one_that_led_to_it(saver):
     learn = make_learner(32, m=fails(UNFIT), cbs=saver())
     with pytest.raises(RuntimeError, match='there is no way left to use less: use smaller inputs') as e: fit(learn, 1)
-    assert e.value.__cause__ is UNFIT
+    assert str(e.value).endswith(f'The error was {UNFIT!r}')
     assert_same_weights(learn, model())
 
 

@@ -24,5 +24,5 @@ class AutoMicroBatches(MicroBatches, MemorySaver):
         return self.halve_micro_bs(loop.batches.current.samples)
 
     def report(self, loop):
-        "Prints the line of the GradientAccumulation, which runs the loop. It names the size that fits"
+        "Prints the line of the GradientAccumulation, which is the `cb` of the loop. It names the size that fits"
         loop.cb.print_line()

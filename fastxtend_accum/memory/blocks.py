@@ -46,57 +46,56 @@ def joined(group:list)->nn.Module:
 
 # %% ../../nbs/memory/06_blocks.ipynb #8030ce3f
 def find_blocks(model)->tuple[list,dict]:
-    """Returns the blocks of `model`, none inside another, such as the layers of a Transformer; and, by each
-    `nn.Sequential` around them, its grouped form"""
+    """Returns a list of the blocks of `model`, none inside another, such as the layers of a Transformer; and a dict
+    {each `nn.Sequential` in `model`: its grouped form}"""
     groups = {}
     blocks = blocks_in(model, groups)
     return uniqueify(blocks),groups
 
 def blocks_in(m, groups:dict)->list:
-    """Returns the blocks inside `m`: the children of containers. A child that is itself made of several large blocks is
-    not a block; then the blocks inside it are returned. Adds `{m: its grouped form}` to `groups` if `m` is an
-    nn.Sequential, and the same for each one inside. For example:
-
-    - a stage of a ResNet is a container of large blocks: not the stage, but its blocks are returned
-    - a layer of a Transformer is in a container, and has no large blocks inside: it is returned as it is
-    - a convolution is no block, but the group of it and its activation is"""
-    parts = m
-    if is_plain_sequential(m):
-        parts = grouped(m)
-        groups[m] = parts
+    """Returns the blocks inside `m`: the children of containers that `can_be_block` accepts, or else the blocks inside
+    these children. If `m` is an nn.Sequential, the children of its grouped form count. Enters this form in `groups` as
+    the value of `m`, and does the same for each nn.Sequential inside"""
     children = list(m.children())
+    parts = children
+    if is_plain_sequential(m):
+        groups[m] = grouped(m)
+        parts = groups[m].children()
     res = []
-    for o in parts.children():
-        is_new = o not in children  # `grouped` has made it of one layer and what follows: it has no blocks inside
-        inner = [] if is_new else blocks_in(o, groups)
+    for o in parts:
+        is_group = o not in children  # made by `grouped` of one layer and what follows: it has no blocks inside
+        inner = [] if is_group else blocks_in(o, groups)
         if isinstance(m, containers) and can_be_block(o, inner): res.append(o)
         else: res += inner
     return res
 
 def can_be_block(m, inner:list)->bool:
     """Returns whether `m`, a child of a container, is a block itself: if so, it takes the place of the `inner` blocks
-    that were found inside it"""
+    that were found inside it. For example:
+
+    - a layer of a Transformer is a block: it has no large blocks inside
+    - a stage of a ResNet is not a block, but the large blocks inside it are
+    - a convolution alone is not a block, but the group of it and its activation is"""
     is_list = isinstance(m, (nn.ModuleList, nn.ModuleDict))  # models call the modules in a list, and never the list
     # Without children, it keeps little more than its inputs anyway: to recompute it would save nothing
     children = list(m.children())
     if is_list or not children or not n_layers(m): return False
-    # Of two large blocks inside, only one at a time need be in memory as they are recomputed, so they are better blocks
-    # than `m`. If there is only one, `m` is little more than a wrapper of it. A convolution with its norm is not large
+    # Two large blocks inside are better than `m`: they are recomputed one after the other, so memory holds one at a
+    # time. If there is only one, `m` is little more than a wrapper of it. A convolution with its norm is not large
     n_large = sum(n_layers(o) > 1 for o in inner)
     return n_large < 2
 
 # %% ../../nbs/memory/06_blocks.ipynb #9a1d41ac
 def check_blocks(blocks, model)->list:
-    """Returns the `blocks` that a user has named as a list, each block once. A container, such as an nn.Sequential,
-    stands for its children. Raises ValueError if a block is no module of `model`"""
-    if isinstance(blocks, containers): blocks = blocks.children()
-    res = list(L(blocks))
+    """Returns the `blocks` that a user has named as a list, each block once. An nn.Sequential or nn.ModuleList stands
+    for its children. Raises ValueError if a block is not a module of `model`"""
+    res = L(blocks)
     for o in res: check_inside(o, model, 'blocks')
     return uniqueify(res)
 
 def check_inside(o, model, argument:str):
-    """Raises ValueError unless `o` is a module inside `model`. A function of the user has returned `o`; `argument` is
-    the name of the argument as which the user has passed that function"""
+    """Raises ValueError unless `o` is a module inside `model`. A function of the user has returned `o`; the user has
+    passed this function as the argument of this name"""
     if any(o is m for m in model.modules()): return
     raise ValueError(f"{argument} must return modules of the model, not a {type(o).__name__}: a slice of an "
                      "nn.Sequential, for example, is a new module")

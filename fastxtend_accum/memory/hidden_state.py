@@ -18,14 +18,15 @@ __all__ = ['state_owners', 'set_states', 'run_in_parts']
 # %% ../../nbs/memory/01_hidden_state.ipynb #38e82fc0
 def state_owners(module)->list[nn.Module]:
     """Returns the modules in `module`, a model or a part of it, that carry a hidden state from batch to batch: every
-    `AWD_LSTM` of fastai. Returns none for a text classifier: its SentenceEncoder, in which the AWD_LSTM is, resets the
-    state in each batch. Raises ValueError if there is no AWD_LSTM, and `module` has a `reset`. fastai's ModelResetter
-    calls this method of the model in each epoch, so a model that has it probably carries a state of another kind"""
-    awdlstm = sys.modules.get('fastai.text.models.awdlstm')  # None if nobody has imported it: the import takes seconds
-    owners = []
-    for m in module.modules():
-        if type(m).__name__ == 'SentenceEncoder': return []
-        if awdlstm and isinstance(m, awdlstm.AWD_LSTM): owners.append(m)
+    `AWD_LSTM` of fastai. Returns an empty list for a text classifier: its SentenceEncoder, in which the AWD_LSTM is,
+    resets the state in each batch. Raises ValueError if there is no AWD_LSTM, and `module` has a `reset`. fastai's
+    ModelResetter calls this method of the model in each epoch, so a model that has it probably carries a state of
+    another kind"""
+    modules = list(module.modules())
+    # Classes by their names, because importing them takes seconds
+    names = [type(m).__name__ for m in modules]
+    if 'SentenceEncoder' in names: return []
+    owners = [m for m in modules if type(m).__name__ == 'AWD_LSTM']
     if owners or not hasattr(module, 'reset'): return owners
     raise ValueError(f"{type(module).__name__} carries its state from batch to batch (it has a `reset`), so a batch "
                      "cannot be split: use a smaller bs, and no micro-batches")
@@ -38,7 +39,7 @@ def set_states(owners:list, states:list, n:int):
         m.bs = n
 
 def run_in_parts(
-    module, # What `run_part` runs
+    module, # The model, or the part of it, that `run_part` runs
     bounds:list, # Start and end of each part of a batch, in rows
     run_part:Callable, # `run_part(start, end)`
 )->list:
@@ -49,10 +50,9 @@ def run_in_parts(
     n = bounds[-1][1]
     for m in owners:
         if m.bs != n: m._change_hidden(n)  # as its forward pass would
-    # A state is a list of pairs (hidden, cell), one for each layer, such as [(h1, c1), (h2, c2)]. The shape of each of
-    # these tensors is (1, rows, features): their rows are in dimension 1
+    # A state is a list of two tensors for each layer, such as [(h1, c1), (h2, c2)], whose rows are in dimension 1
     before = [m.hidden for m in owners]  # the state of each owner
-    after = []  # the same after each part: with one owner and two parts, [[state after part 1], [state after part 2]]
+    after = []  # for each part, a list like `before`, with the states after this part
     results = []
     try:
         for start,end in bounds:
@@ -63,7 +63,7 @@ def run_in_parts(
     except BaseException:
         set_states(owners, before, n)
         raise
-    # `tree_map` takes the tensor at the same place of each entry of `after`, such as h1 after part 1 and after part 2
+    # `tree_map` calls `join_rows(h1 after part 1, h1 after part 2, ...)`, and does the same for c1, h2 and so on
     def join_rows(*tensors): return torch.cat(tensors, 1)
     set_states(owners, tree_map(join_rows, *after), n)
     return results

@@ -47,13 +47,13 @@ def held_rows(learn, start:int, end:int, n:int):
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #0c4dc734
 def chunk_bounds(
-    rows:int, # Of the batch
+    rows:int, # Rows of the batch's tensors
     micro_bs:int|None, # Samples in a micro-batch, at most; None: all
-    samples:int, # In the batch
-)->list[tuple[int,int]]: # In rows
-    """Returns start and end of each micro-batch: as few as possible, of nearly equal size. If there are several rows
-    for each sample, such as the frames of videos, the rows of a sample are assumed to be next to each other, and stay
-    together: 12 rows of 4 samples, at most 2 samples at a time, are (0, 6) and (6, 12)"""
+    samples:int, # Samples in the batch
+)->list[tuple[int,int]]: # Start and end of each micro-batch, in rows
+    """Splits a batch into as few micro-batches as possible, of nearly equal size. A sample may have several rows, such
+    as the frames of a video. They are assumed to be next to each other, and stay together: 4 samples with 3 rows each,
+    at most 2 samples at a time, are split into (0, 6) and (6, 12)"""
     samples = max(min(samples, rows), 1)  # a callback may have dropped some rows, or all
     most = micro_bs or samples
     bounds_in_samples = part_bounds(samples, math.ceil(samples/most))
@@ -65,17 +65,16 @@ def check_samples_first(b, n:int, samples:int):
     many rows as samples, but the second dimension of every tensor has that size. For example, with 4 `samples`, tensors
     of shapes (12, 4) and (12, 4, 300): splitting the 12 rows would cut each sample into pieces. In tensors of shape
     (4, 4), the first dimension is taken for the samples"""
-    second_dims = {o.shape[1:2] for o in tensors_in(b)}  # {(4,)} if the second dimension of every tensor is 4
-    if n == samples or second_dims != {(samples,)}: return
+    if n == samples: return
+    are_second = [o.ndim > 1 and o.shape[1] == samples for o in tensors_in(b)]
+    if not all(are_second): return
     raise ValueError(f"cannot split tensors of {n} rows in a batch of {samples} samples: put the samples first, not "
                      "time, or leave micro_batch_size out")
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e39c522b
 class MicroBatches(WholeBatch):
     "A strategy that runs a loader batch in micro-batches of at most `micro_bs` samples"
-    # The model may have several forward passes for one loader batch. The loop has to know, because a callback for mixed
-    # precision may switch autocast on once, in `before_batch`, and off after the first of them
-    may_repeat = True
+    may_repeat = True  # see WholeBatch: a loader batch may have several forward passes
     def __init__(self,
         micro_bs:int|None=None, # None: the whole batch, with which AutoMicroBatches begins
     ):
@@ -97,15 +96,15 @@ class MicroBatches(WholeBatch):
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e7b434d7
 def run_split(loop:WindowLoop, bounds:list):
-    """Runs each micro-batch in turn, and then makes the Learner hold the inputs and the output of the whole batch, and
-    its targets, unless a callback has set others"""
+    """Runs each micro-batch in turn. In the end the Learner holds the inputs, the targets and the output of the whole
+    batch; or, if the batch has no targets, the targets that a callback has set in the last micro-batch"""
     learn = loop.learn
     samples = loop.batches.current.samples
     n = bounds[-1][1]
     targets = learn.yb
     def run_part(start:int, end:int):
-        # A callback may set other targets in a micro-batch, which stay: IceVision's hides all targets before the batch,
-        # and sets the targets of each micro-batch in `after_loss`. So each one begins with the targets of the batch
+        # IceVision's callback hides all targets in `before_batch`: then `targets` is empty. It sets the targets of each
+        # micro-batch in `after_loss`. So this removes the targets of the micro-batch before
         learn.yb = targets
         # The samples before `end`, less the samples before `start`. Rounded like this, they add up to `samples`
         n_samples = end*samples//n - start*samples//n
@@ -127,12 +126,12 @@ def joined_output(loop:WindowLoop, outputs:list, bounds:list):
         return None
 
 def end_split_batch(loop:WindowLoop, losses_before:tuple):
-    """After the last micro-batch: makes the Learner hold the mean loss of the batch, and makes the window count all of
-    its samples. `losses_before` are the sums of the window from before the batch"""
+    """After the last micro-batch: makes the Learner hold the mean loss of the batch, and makes the window count all
+    samples of the batch. `losses_before` are the sums of the window from before the batch"""
     learn,window = loop.learn,loop.window
-    losses = window.losses.since(losses_before)  # of this batch
-    # No micro-batch has added a loss if there are no targets; then `forward_backward` has counted their samples. Or all
-    # backward passes were cancelled; then the batch does not count, as a whole batch would not
+    losses = window.losses.since(losses_before)  # the sums over the micro-batches of this batch
+    # No micro-batch has added a loss. If there are no targets, `forward_backward` has counted the samples. If callbacks
+    # have cancelled all backward passes, the batch does not count, as a whole batch would not
     if not losses.n_micro: return
     learn.loss = window.mean_of(losses)
     learn.loss_grad = learn.loss

@@ -11,7 +11,7 @@ import gc
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['is_out_of_memory', 'without_tracebacks', 'free_memory']
+__all__ = ['is_out_of_memory', 'free_memory']
 
 # %% ../../nbs/memory/03_out_of_memory.ipynb #2ed991f1
 _messages = (
@@ -27,14 +27,8 @@ def is_out_of_memory(e:BaseException)->bool:
     return isinstance(e, RuntimeError) and any(o in str(e) for o in _messages)
 
 # %% ../../nbs/memory/03_out_of_memory.ipynb #d92a0d35
-def without_tracebacks(e:BaseException)->BaseException:
-    "Drops the stack frames of `e` and of errors before it, because frames hold tensors; returns `e`"
-    e.__cause__ = None
-    e.__context__ = None
-    return e.with_traceback(None)
-
 def free_memory():
-    "Gives unused memory back. In an `except` block this is of no use: there the traceback still holds the tensors"
+    "Gives unused memory back. Not to be called in an `except` block: there the traceback still holds the tensors"
     gc.collect()
     if torch.cuda.is_available(): torch.cuda.empty_cache()
     elif torch.backends.mps.is_available(): torch.mps.empty_cache()

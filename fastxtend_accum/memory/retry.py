@@ -6,7 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/memory/retry.html.md"""
 
 # %% ../../nbs/memory/04_retry.ipynb #aeb07b78
 from __future__ import annotations
-from contextlib import ExitStack
+from contextlib import ExitStack,nullcontext
 
 from fastai.basics import *
 
@@ -14,27 +14,28 @@ from ..windows.gradients import params_in
 from ..windows.loop import WholeBatch,WindowLoop
 from ..windows.processes import inner_model
 from ..windows.state import Snapshot
-from .out_of_memory import free_memory,is_out_of_memory,without_tracebacks
+from .out_of_memory import free_memory,is_out_of_memory
 
 # %% auto #0
 __all__ = ['MemorySaver', 'BatchUndo', 'copy_of_grad', 'RetryOnOutOfMemory', 'try_once', 'use_less_memory']
 
 # %% ../../nbs/memory/04_retry.ipynb #869a27cb
 class MemorySaver:
-    "Base class of what can save memory in the passes of a loader batch: a callback, or a strategy"
+    """Base class of what saves memory in the passes of a loader batch: ActivationCheckpointing and GradientCache, which
+    are callbacks, and AutoMicroBatches, a strategy"""
     adapt = True  # whether it saves more once memory runs out
-    micro_bs = None  # samples, or rows, that the model sees at a time, at most; None: the whole batch
+    micro_bs = None  # samples (in a GradientCache, rows) that the model sees at a time, at most; None: the whole batch
 
     def context(self, loop:WindowLoop):
-        "Returns a context for the passes of a batch, or None"
-        return None
+        "Returns a context for the passes of a batch"
+        return nullcontext()
 
     def reduce_memory(self, loop:WindowLoop)->bool:
         "Uses less memory from now on; returns False if it cannot"
         return False
 
     def halve_micro_bs(self, n:int)->bool:
-        "Halves `micro_bs`, where None stands for the whole batch of `n`; returns False if it is 1 already"
+        "For savers that split batches: halves `micro_bs`, for a batch of `n`; returns False if it is 1 already"
         micro_bs = min(self.micro_bs or n, n)
         if micro_bs <= 1: return False
         self.micro_bs = math.ceil(micro_bs/2)
@@ -49,7 +50,7 @@ class BatchUndo:
     gradients"""
     def __init__(self,
         loop:WindowLoop,
-        are_zero:bool, # Whether the gradients of the optimizer's parameters are 0 or None before the batch
+        are_zero:bool, # Whether the gradients of the optimizer's parameters are 0 or None now
     ):
         learn,window = loop.learn,loop.window
         self.loop = loop
@@ -62,20 +63,20 @@ class BatchUndo:
         self.grads = {p:copy_of_grad(p.grad) for p in loop.fit.params.summed if p not in need_no_copy}
 
     def undo(self):
-        "Goes back to the state in which this object was made. It may be called several times"
+        "Goes back to the state in which this object was made. It may be called several times. The order matters"
         learn,window = self.loop.learn,self.loop.window
         for name,value in self.held.items(): setattr(learn, name, value)
         # These two hold the graph, and with it the memory of the batch
         learn.loss_grad = None
         learn.pred = None
         self.snapshot.restore()
-        # The window goes back to its sums of losses. If this is its first batch, it also ends its sums of gradients,
-        # which gives gradients the type of their weights again, before they get values of this type below
+        # Before the gradients: if this batch is the first one of the window, gradients get the type of their weights
+        # again, which is the type of the copies
         window.restart_batch(self.losses, self.n_kept)
         # Gradients without a copy were 0 before the batch
         learn.opt.zero_grad()
         for p,grad in self.grads.items(): p.grad = copy_of_grad(grad)
-        # If the window goes on, it would take these new tensors for a change by a callback, which is an error
+        # After the gradients: otherwise the window would take these new tensors for a change by a callback
         if window.grads is not None: window.grads.accept()
 
 def copy_of_grad(grad:Tensor|None)->Tensor|None:
@@ -85,13 +86,13 @@ def copy_of_grad(grad:Tensor|None)->Tensor|None:
 class RetryOnOutOfMemory(WholeBatch):
     """A strategy that runs a loader batch by another `strategy`, in the contexts of the `savers`; again and again, with
     less memory, if it runs out and a saver adapts"""
-    may_repeat = True  # a loader batch may have several forward passes: see `MicroBatches`
+    may_repeat = True  # see WholeBatch: a loader batch may have several forward passes
     def __init__(self, strategy:WholeBatch, savers:list[MemorySaver]):
         self.strategy = strategy
         self.savers = savers
         self.adapting = [o for o in savers if o.adapt]
         self.has_reported = False  # whether the savers have reported the memory with which batches fit
-        self.n_steps = -1  # optimizer steps of the fit when the last batch began; -1: no batch has begun
+        self.n_steps = -1  # optimizer steps of the fit when the last batch began; -1: this is the first batch
 
     def __call__(self, loop:WindowLoop):
         "Runs the loader batch that `loop.learn` holds"
@@ -104,9 +105,8 @@ class RetryOnOutOfMemory(WholeBatch):
     def run_once(self, loop:WindowLoop):
         "Runs the batch in the contexts of all savers"
         with ExitStack() as stack:
-            for o in self.savers:  # each saver finds the model as those before it have left it
-                context = o.context(loop)
-                if context is not None: stack.enter_context(context)
+            for o in self.savers:  # each saver finds the model as the savers before it have left it
+                stack.enter_context(o.context(loop))
             self.strategy(loop)
 
 # %% ../../nbs/memory/04_retry.ipynb #a30a77ff
@@ -114,8 +114,8 @@ class RetryOnOutOfMemory(WholeBatch):
 def run_until_it_fits(self:RetryOnOutOfMemory, loop:WindowLoop):
     """Runs the batch again and again, with less memory each time, until it fits. Raises RuntimeError if no saver can
     use less memory"""
-    # A fit begins with gradients of 0, and each step leaves them. Without a step since the last batch, gradients may
-    # have been added up: by the window, or by a callback that cancels steps, such as fastai's GradientAccumulation
+    # Gradients are 0 at the beginning of a fit, and after each step. If there was no step since the last batch, this is
+    # a further batch of a window; or a callback cancels steps to add gradients up, as fastai's GradientAccumulation
     are_zero = loop.n_steps > self.n_steps
     self.n_steps = loop.n_steps
     with loop.fit.processes.local_passes():
@@ -128,21 +128,22 @@ def run_until_it_fits(self:RetryOnOutOfMemory, loop:WindowLoop):
             use_less_memory(loop, self.adapting, error)
             free_memory()
 
-def try_once(run_once:Callable)->Exception|None:
-    "Calls `run_once`; returns the error if memory runs out"
+def try_once(run_once:Callable)->str|None:
+    "Calls `run_once`; returns the error as text if memory runs out. The error itself would hold tensors, by its frames"
     try: run_once()
     except Exception as e:
         if not is_out_of_memory(e): raise
-        return without_tracebacks(e)
+        return repr(e)
     return None
 
 def use_less_memory(
     loop:WindowLoop,
     adapting:list[MemorySaver],
-    error:Exception, # Of the pass in which memory ran out
+    error:str, # The error of the pass in which memory ran out
 ):
     "Makes the first saver that can use less memory do so. Raises RuntimeError if no saver can"
-    if any(o.reduce_memory(loop) for o in adapting): return
+    for saver in adapting:
+        if saver.reduce_memory(loop): return
     raise RuntimeError("memory runs out, and there is no way left to use less: use smaller inputs, a smaller model, "
                        "mixed precision, GradientAccumulation(micro_batch_size='auto') or "
-                       "ActivationCheckpointing(blocks=...)") from error
+                       f"ActivationCheckpointing(blocks=...). The error was {error}")
