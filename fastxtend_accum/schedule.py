@@ -11,7 +11,7 @@ from numbers import Integral
 from fastai.basics import *
 from fastai.callback.schedule import SchedCos
 
-from .windows.checks import check_rules,check_size
+from .windows.checks import check_scale,check_size
 from .windows.events import is_finding_rate
 from .windows.loader import EpochPlan
 from .windows.processes import inner_model
@@ -130,7 +130,7 @@ def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:i
 def check(self:GradientAccumulationSchedule, plan:EpochPlan):
     "Raises TypeError or ValueError if the schedule does not suit its Learner"
     GradientAccumulation.check(self, plan)
-    check_rules(self.scale, self.learn.opt)
+    check_scale(self.scale, self.learn.opt)
 
 # %% ../nbs/01_schedule.ipynb #41d13a3e
 @patch

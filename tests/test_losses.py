@@ -10,7 +10,7 @@ from labels import *
 from layouts import each_layout
 from loss_table import *
 from our_warnings import warnings_of
-from fastxtend_accum.windows.losses import check_items, loss_rules, model_labels
+from fastxtend_accum.windows.losses import check_items, loss_rules, n_model_labels
 
 transformers.utils.logging.set_verbosity_error()
 
@@ -286,13 +286,13 @@ def labelled_pass(loss, labels, **outputs):
 def test_labels_do_not_count_unless_they_are_classes_of_the_logits(labels, outputs):
     "Not those of a model without logits, lists of boxes, labels of another shape, or real numbers"
     learn = labelled_pass(tensor(1.), labels, **outputs)
-    assert model_labels(learn) is None
+    assert n_model_labels(learn) is None
 
 
 def test_labels_do_not_count_for_another_loss_than_that_of_the_model():
     learn = labelled_pass(tensor(1.), SOME_LABELS, logits=LOGITS_OF_4)
     learn.loss_grad = tensor(1.)
-    assert model_labels(learn) is None
+    assert n_model_labels(learn) is None
 
 
 # The table of losses, and the rules

@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from common import *
 from fastxtend_accum.windows.processes import is_sharded, n_processes
@@ -320,16 +322,22 @@ def test_what_is_refused(world):
         for message, beginning in zip(said, expected, strict=True): assert message.startswith(beginning)
 
 
-class FullyShardedDataParallel(nn.Module):
-    "FSDP 1 has a `no_sync`, as DDP has"
+class HasNoSync(nn.Module):
+    "A wrapper of another library may have a `no_sync`, as DDP and FSDP 1 have"
     def no_sync(self): pass
 
 
 def test_a_model_with_a_no_sync_trains_in_one_process():
-    "Without a group of processes it is not sharded"
-    learn = SimpleNamespace(model=FullyShardedDataParallel(), _grab_cbs=lambda cls: L())
+    learn = SimpleNamespace(model=HasNoSync(), cbs=L())
     assert n_processes(learn) == 1
     assert not is_sharded(learn.model)
+
+
+@pytest.mark.parametrize('kind', [FullyShardedDataParallel, FSDPModule])
+def test_models_that_are_sharded_are_known_by_their_classes(kind):
+    model = object.__new__(type('Model', (kind,), {}))
+    assert is_sharded(model)
+    assert not is_sharded(DistributedDataParallel.__new__(DistributedDataParallel))
 
 
 # What the processes exchange

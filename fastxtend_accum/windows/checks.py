@@ -16,7 +16,7 @@ from .gradients import trained_params
 
 # %% auto #0
 __all__ = ['AccumWarning', 'warn_user', 'check_size', 'check_micro_batch_size', 'check_flags', 'check_callable', 'check_multiple',
-           'check_rules', 'check_learner', 'check_callbacks', 'accumulates', 'uses_cuda_graphs']
+           'check_scale', 'check_learner', 'check_callbacks', 'accumulates', 'uses_cuda_graphs']
 
 # %% ../../nbs/windows/03_checks.ipynb #f481c0a6
 class AccumWarning(UserWarning):
@@ -24,7 +24,7 @@ class AccumWarning(UserWarning):
 
 def warn_user(message:str):
     "Warns with an `AccumWarning`"
-    # The line that calls this function is shown: the user's own line, such as `learn.fit(1)`, is many levels up, and
+    # Shows the line that calls this function. The user's own line, such as `learn.fit(1)`, is many levels up, and
     # fastai's loop is in between
     warnings.warn(message, AccumWarning, stacklevel=2)
 
@@ -57,9 +57,9 @@ def check_callable(name:str, f, what:str):
 # %% ../../nbs/windows/03_checks.ipynb #0efc2b95
 def check_multiple(
     name:str, # The argument that `accum_bs` comes from
-    accum_bs:int, # Samples in a window of all processes
-    bs:int, # Samples in a loader batch
-    n_processes:int=1, # Each of which loads such a batch
+    accum_bs:int, # Samples in a window, in all processes together
+    bs:int, # Samples in a loader batch, of which each process loads its own
+    n_processes:int=1,
 ):
     """Raises ValueError if a window is larger than a loader batch, but is not a whole number of them in every process;
     suggests sizes that are. A smaller window is a part of a loader batch"""
@@ -72,18 +72,18 @@ def check_multiple(
     raise ValueError(f"{name}={accum_bs} (samples) is not a multiple of {what}: use {below} or {below+batch}, or "
                      "change bs")
 
-def check_rules(rules:dict|None, opt):
-    "Raises ValueError if `opt` lacks a hyper-parameter for which `scale` has one of these `rules`"
-    if rules is None: return
+def check_scale(scale:dict|None, opt):
+    "Raises ValueError if `opt` lacks a hyper-parameter that is named in `scale`, the rules by which a schedule scales"
+    if scale is None: return
     known = [*opt.hypers[0]]
-    for name in rules:
+    for name in scale:
         if name not in known:
             raise ValueError(f"scale: the optimizer has no hyper-parameter {name!r}: use one of {known}")
 
 # %% ../../nbs/windows/03_checks.ipynb #4ebf1c9b
 def check_learner(
-    learn:Learner, # Has an optimizer and a model
-    cb:Callback, # Runs the windows
+    learn:Learner, # The Learner, with its optimizer
+    cb:Callback, # The callback that runs the windows
 ):
     "Raises ValueError if something in `learn` would read or change gradients before their sum is complete"
     check_callbacks(learn, cb)
@@ -99,10 +99,10 @@ def check_learner(
                          "script it afterwards")
 
 def check_callbacks(learn, cb):
-    """Raises ValueError if both `cb`, which runs the windows, and another callback of `learn` accumulate gradients, or
-    if a callback keeps gradients in another precision. If `cb` does not accumulate, as a GradientCache, its windows are
-    single batches, and another callback, such as fastai's GradientAccumulation, may accumulate these"""
+    """Raises ValueError if `cb`, which runs the windows, and another callback of `learn` both accumulate gradients, or
+    if a callback keeps gradients in another precision"""
     others = [o for o in learn.cbs if o is not cb and o.run and accumulates(o)]
+    # If `cb` is a GradientCache, for example, it does not accumulate: fastai's GradientAccumulation may, beside it
     if others and accumulates(cb):
         kind = type(others[0])
         raise ValueError(f"{kind.__module__}.{kind.__name__} also accumulates gradients: remove it, or "

@@ -10,28 +10,28 @@ from fastai.basics import *
 
 from .gradients import can_sum_in_float32,half
 from .loader import WindowShape
-from .state import Snapshot,can_be_changed,random_states
+from .state import Snapshot,is_copied,random_states
 
 # %% auto #0
-__all__ = ['how_made_up', 'own_buffers', 'Differences', 'log_message']
+__all__ = ['how_made_up', 'buffers_by_module', 'Differences', 'log_message']
 
 # %% ../../nbs/windows/11_description.ipynb #3a819522
 # How a window is made up
 
 def how_made_up(
-    smallest:WindowShape, # Of a fit
-    largest:WindowShape,
+    smallest:WindowShape, # The smallest window of the fit
+    largest:WindowShape, # The largest window of the fit
     bs:int, # Samples in a loader batch of one process
     micro_bs:int, # Samples in a micro-batch, at most
     n_processes:int,
 )->str:
-    """Describes windows. Samples per step are those of all processes, and samples at a time those of each process:
+    """Describes windows. Samples per step are counted over all processes, and samples at a time in each process:
 
     - '256 samples per step, at most 32 at a time'
     - '32 to 256 samples per step, at most 32 at a time', if windows vary in size
     - '256 samples per step, at most 32 at a time in each of 2 processes'"""
-    # The smallest window and the largest may be of one shape: a batch of 256 samples that is cut into 3 windows makes
-    # two of 85 samples, and one of 86. `samples` returns the smaller number, and `most` is the larger one
+    # Even windows of one shape may differ by a sample: a batch of 256 samples that is cut into 3 pieces makes two of 85
+    # and one of 86. So the smallest window is rounded down, which `samples` does, and the largest one is rounded up
     least = smallest.samples(bs)*n_processes
     most = math.ceil(bs*largest.n_batches/largest.n_pieces)*n_processes
     sizes = f'{most}' if least == most else f'{least} to {most}'
@@ -41,10 +41,12 @@ def how_made_up(
 # %% ../../nbs/windows/11_description.ipynb #767aa03f
 # What differs from one batch
 
-def own_buffers(m)->list[Tensor]:
-    """Returns the buffers of `m` itself, not of modules inside. Leaves out buffers that are sparse, and buffers that
-    get their shape in the first forward pass"""
-    return [o for o in m.buffers(recurse=False) if can_be_changed(o)]
+def buffers_by_module(model)->dict[nn.Module,list[Tensor]]:
+    "Returns the buffers that each module in `model` itself has. Leaves out buffers of which a Snapshot has no copy"
+    res = {}
+    for m in model.modules():
+        res[m] = [o for o in m.buffers(recurse=False) if is_copied(o)]
+    return res
 
 # %% ../../nbs/windows/11_description.ipynb #5b7e2c91
 class Differences:
@@ -56,9 +58,8 @@ class Differences:
         of_python_before,*others_before = before.random_states
         # `equals` would compare the 625 numbers in Python's state one at a time
         self.draws = of_python != of_python_before or not equals(others, others_before)
-        after_pass = {m:own_buffers(m) for m in model.modules()}
-        with before:  # here the modules have copies of their buffers from before the pass
-            before_pass = {m:own_buffers(m) for m in model.modules()}
+        after_pass = buffers_by_module(model)
+        with before: before_pass = buffers_by_module(model)  # here the modules have copies from before the pass
         self.changed = [m for m in after_pass if not equals(after_pass[m], before_pass[m])]
 
     def described(self, split:nn.Module)->str:
@@ -77,7 +78,7 @@ class Differences:
 def log_message(learn, message:str)->bool:
     "Sends `message` to the logger of the Learner, in one of its processes; returns whether it has a logger"
     if rank_distrib() > 0 or learn.logger is noop: return False
-    # ProgressCallback replaces the logger by its own method, which would make the message a row of its table
+    # ProgressCallback replaces the logger by its own method, which would print the message as a row of its table
     is_table = isinstance(getattr(learn.logger, '__self__', None), Callback)
     if not is_table: learn.logger(message)
     elif IN_NOTEBOOK: print(message)

@@ -14,7 +14,7 @@ from .checks import warn_user
 from .description import Differences
 from .events import Events,is_finding_rate
 from .gradients import WindowParams,gradients
-from .losses import check_items,loss_items,model_labels
+from .losses import check_items,loss_items,n_model_labels
 from .loss_check import LossCheck
 from .nested import tensors_in
 from .processes import Processes
@@ -129,7 +129,7 @@ def items_of_loss(
     3. the loss function"""
     learn,num_items = fit.learn,fit.cb.num_items
     if num_items is not None: return check_items(num_items(learn))
-    labels = model_labels(learn)
+    labels = n_model_labels(learn)
     if labels is not None: return labels
     if may_be_wrong:
         fit.warn_once("a callback replaces the loss (learn.loss_grad), but micro-batches keep the weights of the loss "

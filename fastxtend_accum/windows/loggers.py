@@ -14,12 +14,11 @@ from fastai.basics import *
 __all__ = ['running_callbacks', 'Loggers']
 
 # %% ../../nbs/windows/10_loggers.ipynb #d9b20fbc
-def running_callbacks(learn, module:str, name:str)->list:
-    """Returns the callbacks of `learn` that run and are of the class `name` of a `module`: none if `learn` is None, or
-    if nobody has imported the module"""
-    found = sys.modules.get(module)
-    if learn is None or found is None: return []
-    return [cb for cb in learn._grab_cbs(getattr(found, name)) if cb.run]
+def running_callbacks(learn, name:str)->list:
+    """Returns the callbacks of `learn` that run and have a class of this name, which need not be imported
+    for this. Returns an empty list if `learn` is None"""
+    if learn is None: return []
+    return [cb for cb in learn.cbs if cb.run and isinstance_str(cb, name)]
 
 class Loggers:
     """The Recorder, W&B and TensorBoard callbacks of `learn`: what they see of each window of a fit. Without a Learner,
@@ -29,24 +28,23 @@ class Loggers:
     def __init__(self, learn=None):
         self.learn = learn
         self.round = ExitStack()  # closed at the end of the round: undoes what holds until then
-        self.train_metrics = []  # of all Recorders
-        self.recorders = running_callbacks(learn, 'fastai.learner', 'Recorder')
-        self.wandb = running_callbacks(learn, 'fastai.callback.wandb', 'WandbCallback')
-        self.tensorboard = running_callbacks(learn, 'fastai.callback.tensorboard', 'TensorBoardCallback')
+        self.train_metrics = []  # the metrics that Recorders show training batches
+        self.recorders = running_callbacks(learn, 'Recorder')
+        self.wandb = running_callbacks(learn, 'WandbCallback')
+        self.tensorboard = running_callbacks(learn, 'TensorBoardCallback')
         for rec in self.recorders:
-            # `attrs` holds what was set on the Recorder itself. `rec.accum_bs = ...` would make fastai warn if the
-            # model has an attribute of this name; and `rec.train_metrics` would find one of the model if the Recorder
-            # has none, as fastxtend's
+            # What the Recorder itself has. With `rec.x`, fastai looks for `x` in the Learner and the model, too
             attrs = vars(rec)
             attrs['accum_bs'] = []  # samples of each window; new in each fit, as the Recorder's list of losses
-            if attrs.get('train_metrics'): self.train_metrics += rec.metrics  # which returns the metrics of the Learner
+            # A Recorder of fastxtend has no `train_metrics`. `rec.metrics` are the metrics of the Learner
+            if attrs.get('train_metrics'): self.train_metrics += rec.metrics
 
     def log_batch_size(self, samples:int):
         """At the end of a round, after loggers have had their `after_batch`: logs the `samples` of its window. They are
         0 if the window has no mean: callbacks have cancelled the round, or its step is skipped"""
         for rec in self.recorders:
-            # `accum_bs` has an entry for each entry of `losses`. The Recorder adds no loss if it is paused, because the
-            # step is skipped, or if the batch has no targets
+            # `accum_bs` gets an entry for each entry of `losses`, to which the Recorder adds in its `after_batch`. It
+            # adds no loss if it is paused, because the step is skipped, or if the batch has no targets
             if len(rec.losses) > len(rec.accum_bs): rec.accum_bs.append(samples)
         if not samples: return
         for cb in self.tensorboard:
@@ -67,9 +65,12 @@ def update_train_metrics(self:Loggers):
 def until_end(self:Loggers, o, name:str, value):
     """Until the end of the round, gives `o` an attribute `name`, which hides an attribute of its class or of the
     Learner. Afterwards `o` has the value that it had itself, or no such attribute"""
-    attrs = vars(o)
-    if name in attrs: self.round.callback(attrs.update, {name:attrs[name]})
-    else: self.round.callback(attrs.pop, name)
+    attrs = vars(o)  # not `setattr`: fastai warns if a callback gets an attribute that the Learner has, too
+    before = {name:attrs[name]} if name in attrs else {}
+    def restore():
+        del attrs[name]
+        attrs.update(before)
+    self.round.callback(restore)
     attrs[name] = value
 
 @patch

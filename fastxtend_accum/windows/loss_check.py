@@ -27,8 +27,8 @@ def loss_and_grads(
     loss_func:Callable,
     args:tuple, # Predictions and targets
 )->list[Tensor]:
-    """Returns the loss, in float32 or better, and its gradients with respect to the predictions: one gradient for each
-    floating-point tensor in the predictions. There must be one at least; otherwise this raises an IndexError"""
+    """Returns [loss, gradient, ...], in float32 or better: the gradients of the loss with respect to each tensor of
+    floating-point numbers in the predictions. Raises IndexError if there is no such tensor"""
     pred,*targets = map_tensors(copy_of, args)
     leaves = [o.requires_grad_() for o in tensors_in(pred) if o.is_floating_point()]
     with torch.enable_grad(), torch.autocast(leaves[0].device.type, enabled=False):
@@ -40,31 +40,32 @@ def loss_and_grads(
 # %% ../../nbs/windows/06_loss_check.ipynb #df322578
 class KeptMicroBatch(NamedTuple):
     args:tuple  # predictions and targets, as the loss function got them
-    rows:int  # of its tensors
+    rows:int  # rows of its tensors
     items:Count|None  # what its loss averages over; None: it is a sum
 
 def loss_by_parts(loss_func:Callable, micro_batches:list[KeptMicroBatch])->list[Tensor]:
-    """Returns what `loss_and_grads` does, but computed from the micro-batches, as accumulation does. Each is weighted
-    by its share in the items of the window: losses of 2 and 4 over 3 items and 1 item become 2*3/4 + 4*1/4. Losses that
-    are sums are added up"""
+    """Returns [loss, gradient, ...] of a window, as `loss_and_grads` does, but computed from its micro-batches, as
+    accumulation does. Each micro-batch is weighted by its share in the items of the window: losses of 2 and 4 over 3
+    items and 1 item become 2*3/4 + 4*1/4. Losses that are sums are added up"""
     counts = [o.items for o in micro_batches]
     is_sum = None in counts
-    parts = []
+    loss_of_window = 0
+    grads_of_parts = []  # for each micro-batch, [gradient, ...]
     for args,_,items in micro_batches:
         share = 1 if is_sum else items/sum(counts)
         values = loss_and_grads(loss_func, args)
-        parts.append([zero_if_empty(items, o)*share for o in values])  # without items, `values` are 0/0
-    # `parts` has an entry [loss, gradient, ...] for each micro-batch. `losses`, and each of `grads`, has one value for
-    # each micro-batch: [[l1, g1], [l2, g2]] becomes (l1, l2) and [(g1, g2)]
-    losses,*grads = zip(*parts)
-    # The loss is a sum over micro-batches. A gradient has a row for each prediction, so rows are joined
-    return [sum(losses), *[torch.cat(o) for o in grads]]
+        loss,*grads = [zero_if_empty(items, o)*share for o in values]  # without items, `values` are 0/0
+        loss_of_window = loss_of_window+loss
+        grads_of_parts.append(grads)
+    # `zip` puts the gradients of one tensor together. They have a row for each prediction, so their rows are joined
+    grads_of_window = [torch.cat(parts) for parts in zip(*grads_of_parts)]
+    return [loss_of_window, *grads_of_window]
 
 # %% ../../nbs/windows/06_loss_check.ipynb #bb683774
 tolerance = 1e-4  # the largest relative difference that counts as rounding
 
 def are_close(xs:list[Tensor], ys:list[Tensor])->bool:
-    "Returns whether each tensor of `xs` equals the tensor at its place in `ys`, but for rounding. NaN equals nothing"
+    "Returns whether the tensors of `xs` equal the tensors of `ys`, in this order, but for rounding. NaN equals nothing"
     pairs = zip(xs, ys, strict=True)
     return all((x-y).norm() <= tolerance*x.norm() for x,y in pairs)
 
@@ -85,44 +86,42 @@ def is_inexact(loss_func:Callable, micro_batches:list[KeptMicroBatch])->bool:
 # %% ../../nbs/windows/06_loss_check.ipynb #5e10d8fa
 class LossCheck:
     "Checks the first windows of a fit that have several micro-batches: is accumulation exact for this loss?"
-    n_windows = 4  # that are checked with each loss function
-    max_bytes = 2**26  # of predictions and targets in a window; if they are larger, nothing is kept
+    n_windows = 4  # windows that are checked with each loss function
+    max_bytes = 2**26  # the check stops if predictions and targets of a window are larger
 
-    def __init__(self, loss_func:Callable):
+    def __init__(self, loss_func:Callable): self.begin(loss_func)
+
+    def begin(self, loss_func:Callable):
+        "The next windows are checked with this loss function"
         self.loss_func = loss_func
-        self.windows_left = self.n_windows  # that are still to be checked with this loss function
+        self.windows_left = self.n_windows  # windows that are still to be checked
 
     def stop(self):
-        "No further window is checked with this loss function"
+        "No further window is checked, unless a callback replaces the loss function"
         self.windows_left = 0
 
     def keep(self,
-        kept:list, # `Window.kept`, to which this adds a micro-batch
-        loss_func:Callable, # Has computed its loss
-        args:tuple, # Its predictions and targets
-        rows:int, # Of its tensors
+        kept:list, # Earlier micro-batches of the same window, `Window.kept`
+        loss_func:Callable, # The loss function of the Learner
+        args:tuple, # Predictions and targets of a further micro-batch
+        rows:int, # Rows of its tensors
         items:Count|None, # What its loss averages over; None: it is a sum
     ):
-        """Adds a copy of a micro-batch to `kept`, in three steps:
-
-        1. If a callback has replaced the loss function, empties `kept`, and begins to count windows again.
-        2. If enough windows were checked, returns.
-        3. Adds the micro-batch. If `kept` would become too large, empties it instead, and checks no more windows."""
+        """Adds a copy of a micro-batch to `kept`, if its window is to be checked: not if enough windows were checked,
+        or if its micro-batches are too large to be kept"""
         if loss_func != self.loss_func:  # not `is not`, because a bound method is a new object each time
-            self.loss_func = loss_func
-            self.windows_left = self.n_windows
+            self.begin(loss_func)  # a callback has replaced the loss function
             kept.clear()
         if not self.windows_left: return
         tensors = tensors_in([args, *[o.args for o in kept]])
         if sum(o.nbytes for o in tensors) > self.max_bytes:
             self.stop()
-            kept.clear()
             return
         copies = map_tensors(copy_of, args)  # callbacks may change the tensors themselves
         kept.append(KeptMicroBatch(copies, rows, items))
 
     def check(self, micro_batches:list[KeptMicroBatch])->str|None:
-        "Checks a window; returns a warning if accumulation is not exact for this loss"
+        "Checks a window of these micro-batches; returns a warning if accumulation is not exact for its loss, or None"
         if not self.windows_left or len(micro_batches) < 2: return None
         self.windows_left -= 1
         if not is_inexact(self.loss_func, micro_batches): return None

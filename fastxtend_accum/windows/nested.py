@@ -12,8 +12,8 @@ from itertools import chain
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['children', 'rebuilt', 'map_tensors', 'leaves_in', 'tensors_in', 'lists_samples', 'n_rows', 'part_bounds',
-           'NotBySample', 'NotSamplesFirst', 'check_leaf', 'slice_rows', 'slice_fields', 'join', 'all_list_samples',
+__all__ = ['children', 'rebuilt', 'map_tensors', 'leaves_in', 'tensors_in', 'looks_like_sample_list', 'n_rows', 'part_bounds',
+           'NotBySample', 'NotSamplesFirst', 'has_rows', 'slice_rows', 'slice_fields', 'join', 'look_like_sample_lists',
            'join_leaves']
 
 # %% ../../nbs/windows/00_nested.ipynb #45667e7f
@@ -55,7 +55,7 @@ def tensors_in(b)->list:
     return [o for o in leaves_in(b) if isinstance(o, Tensor) and o.ndim]
 
 # %% ../../nbs/windows/00_nested.ipynb #b51a7c30
-def lists_samples(b, n:int)->bool:
+def looks_like_sample_list(b, n:int)->bool:
     """Guesses whether `b` is a list that has one entry for each of `n` samples: by its length and its tensors. For
     example, if `n` is 2:
 
@@ -77,25 +77,26 @@ def n_rows(
     b, # A batch of inputs and targets
     expected:int|None=None, # Number of samples, as the DataLoader counts them; None: unknown
 )->int:
-    """Returns the number of rows in `b`: the first of these that exists.
+    """Returns the number of rows in `b`, by the first of these rules that applies:
 
-    1. `expected`, if a tensor in `b` has that length, or a field of `b` lists that many samples
-    2. the length of the targets, if they are a tensor, or else of the first tensor
-    3. `expected`
+    1. `expected`, if the targets are a tensor of that length
+    2. `expected`, if another tensor has that length
+    3. `expected`, if a field, such as the targets, is a list of that many samples
+    4. the length of the targets, if they are a tensor
+    5. the length of the first tensor
+    6. `expected`
 
-    Raises ValueError if none exists"""
+    Raises ValueError if there is no tensor and `expected` is None"""
     fields = children(b) or [b]
     targets = fields[-1]
     have_rows = isinstance(targets, Tensor) and targets.ndim > 0
-    # Rule 1. First for the targets alone: nearly every batch ends here, and the rest takes longer
-    if have_rows and len(targets) == expected: return expected
+    if have_rows and len(targets) == expected: return expected  # nearly every batch: other rules take longer
     lengths = [len(o) for o in tensors_in(fields)]
-    # Check each field, but not `b` itself: a batch of two fields does not list two samples
-    if expected in lengths or any(lists_samples(o, expected) for o in fields): return expected
-    # Rule 2
+    if expected in lengths: return expected
+    # `b` itself is not asked: a batch of two fields is not a list of two samples
+    if any(looks_like_sample_list(o, expected) for o in fields): return expected
     if have_rows: return len(targets)
     if lengths: return lengths[0]
-    # Rule 3
     if expected is not None: return expected
     raise ValueError(f"cannot count the samples in a batch without tensors: {b!r}; let the DataLoader yield some")
 
@@ -113,14 +114,14 @@ class NotSamplesFirst(NotBySample): "The first dimension of a tensor is not the 
 
 _shared_kinds = Tensor,str,bytes,Number,type(None)  # leaves without rows, which are the same for all samples
 
-def check_leaf(
+def has_rows(
     leaf,
     n:int, # Samples
     verb:str, # 'split' or 'join', for the message of an error
 )->bool:
-    """Checks that a leaf can be split or joined. Returns True if it is a tensor with a row for each of `n` samples, and
-    False if it is the same for all samples, such as a number. Raises NotSamplesFirst if it is a tensor with another
-    number of rows, and NotBySample if it is something else"""
+    """Returns whether `leaf` is a tensor with a row for each of `n` samples: False if it is the same for all samples,
+    as a number is. Raises NotSamplesFirst if it is a tensor with another number of rows, and NotBySample if it is
+    anything else, because then it cannot be split or joined"""
     if isinstance(leaf, Tensor) and leaf.ndim:
         if len(leaf) == n: return True
         raise NotSamplesFirst(f"cannot {verb} a tensor of shape {tuple(leaf.shape)} for {n} samples: its first "
@@ -129,12 +130,12 @@ def check_leaf(
     raise NotBySample(f"cannot {verb} a {type(leaf).__name__}: use dense tensors with a row for each sample")
 
 def slice_rows(b, start:int, end:int, n:int):
-    """Returns the rows from `start` to `end` of `b`, which has `n` rows, in the same structure; raises ValueError if it
-    cannot"""
-    if lists_samples(b, n): return b[start:end]
+    """Returns the rows from `start` to `end` of `b`, which has `n` rows, in the same structure; raises ValueError if
+    `b` cannot be sliced"""
+    if looks_like_sample_list(b, n): return b[start:end]
     items = children(b)
     if items is not None: return rebuilt(b, [slice_rows(o, start, end, n) for o in items])
-    return b[start:end] if check_leaf(b, n, 'split') else b
+    return b[start:end] if has_rows(b, n, 'split') else b
 
 def slice_fields(
     fields:Iterable, # Inputs and targets, or the arguments of a forward pass
@@ -147,7 +148,7 @@ def slice_fields(
 
 # %% ../../nbs/windows/00_nested.ipynb #3ae69da2
 def join(
-    outputs:Sequence, # Of micro-batches
+    outputs:Sequence, # What the model has returned for each micro-batch
     sizes:list[int], # Rows of each micro-batch
 ):
     """Returns the outputs concatenated along their rows: tensors of shapes (3, 4) and (2, 4), for `sizes` of 3 and 2,
@@ -157,26 +158,29 @@ def join(
     one = outputs[0]
     if len(set(map(type, outputs))) > 1: raise NotBySample("the outputs of micro-batches differ in structure")
     if children(one) is None: return join_leaves(outputs, sizes)
-    if all_list_samples(outputs, sizes): return rebuilt(one, list(chain(*outputs)))
-    # Their items are fields, such as logits and loss: the same ones in each output
+    if look_like_sample_lists(outputs, sizes): return rebuilt(one, list(chain(*outputs)))
+    # Their items are fields, such as logits and loss. Each output must have the same ones
     names = [list(o) if isinstance(o, Mapping) else len(o) for o in outputs]  # fields without names are counted
     if any(o != names[0] for o in names): raise NotBySample("the outputs of micro-batches differ in structure")
     fields = zip(*map(children, outputs))
     return rebuilt(one, [join(parts, sizes) for parts in fields])
 
-def all_list_samples(outputs:Sequence, sizes:list[int])->bool:
+def look_like_sample_lists(outputs:Sequence, sizes:list[int])->bool:
     """Guesses whether each of these outputs, which are tuples, lists or mappings, has one entry for each sample of its
-    micro-batch. They must have as many entries as samples, and `lists_samples` must say yes to one of them. It may say
-    no to others by chance. For example, micro-batches of 2 and 3 samples return boxes for each sample: two tensors of
-    2 boxes each, which look like two inputs of 2 rows, and three tensors of 1, 4 and 2 boxes, which settle it"""
+    micro-batch. For example, a model returns the boxes in each image:
+
+    - for 3 images, tensors of 1, 4 and 2 boxes. These look like a list of samples
+    - for 2 images, two tensors of 2 boxes. By chance, these look like two outputs of 2 rows
+
+    The outputs of a model are of one kind, so one output that looks like a list of samples settles it for all"""
     lengths = [len(o) for o in outputs]
-    return lengths == sizes and any(map(lists_samples, outputs, sizes))
+    return lengths == sizes and any(map(looks_like_sample_list, outputs, sizes))
 
 def join_leaves(leaves:Sequence, sizes:list[int]):
     """Joins one leaf of each micro-batch, as `join` does: concatenates tensors, or returns the value that all
     micro-batches have in common, such as None"""
     one = leaves[0]
-    with_rows = [check_leaf(o, n, 'join') for o,n in zip(leaves, sizes)]
+    with_rows = [has_rows(o, n, 'join') for o,n in zip(leaves, sizes)]
     if all(with_rows):
         try: return torch.cat(leaves)
         except RuntimeError as e:  # they differ in another dimension

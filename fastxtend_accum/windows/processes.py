@@ -12,26 +12,19 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .loggers import running_callbacks
-from .window import Window
+from .window import LossSums,Window
 
 # %% auto #0
-__all__ = ['averages_gradients', 'is_sharded', 'inner_model', 'group_of', 'n_processes', 'reduce_numbers', 'max_over_processes',
-           'enable_gradient_sync', 'Processes']
+__all__ = ['is_sharded', 'inner_model', 'group_of', 'n_processes', 'reduce_numbers', 'max_over_processes', 'enable_gradient_sync',
+           'Processes']
 
 # %% ../../nbs/windows/07_processes.ipynb #2b7db68b
-def averages_gradients(model)->bool:
-    """Returns whether `model` averages its gradients over processes: DistributedDataParallel (DDP), FSDP 1 or FSDP 2.
-    All of these need a group of processes. A wrapper of another library may have `no_sync`, too; without a group, it
-    has nothing to average"""
-    has_switch = hasattr(model, 'no_sync') or hasattr(model, 'set_requires_gradient_sync')
-    return has_switch and dist.is_initialized()
-
 def is_sharded(model)->bool:
-    "Returns whether FSDP 1 or FSDP 2 shards `model`: each model that averages gradients is sharded, unless it is DDP"
-    return averages_gradients(model) and not isinstance(model, DistributedDataParallel)
+    "Returns whether `model` is sharded by FSDP 1 or FSDP 2, by the names of its classes: importing them takes a second"
+    return isinstance_str(model, ('FullyShardedDataParallel','FSDPModule'))
 
 def inner_model(model)->nn.Module:
-    "Returns the model inside DDP, whose forward pass waits for no other process"
+    "Returns the model inside DistributedDataParallel (DDP), whose forward pass waits for no other process"
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 def group_of(model): return getattr(model, 'process_group', None)
@@ -39,10 +32,11 @@ def group_of(model): return getattr(model, 'process_group', None)
 def n_processes(learn)->int:
     "Returns how many processes train the model of `learn` together, at least 1"
     if not dist.is_initialized(): return 1  # a DistributedTrainer may train in one process, without a group
+    model = learn.model
+    has_wrapper = isinstance(model, DistributedDataParallel) or is_sharded(model)
     # fastai's DistributedTrainer wraps the model when the fit begins
-    trainers = running_callbacks(learn, 'fastai.distributed', 'DistributedTrainer')
-    if not trainers and not averages_gradients(learn.model): return 1
-    return dist.get_world_size(group_of(learn.model))
+    if not has_wrapper and not running_callbacks(learn, 'DistributedTrainer'): return 1
+    return dist.get_world_size(group_of(model))
 
 # %% ../../nbs/windows/07_processes.ipynb #d94da8be
 def reduce_numbers(model, values:list, op=dist.ReduceOp.SUM)->list:
@@ -78,14 +72,15 @@ class Processes:
 
     def before_forward(self, window:Window, ends_window:bool):
         """Before each micro-batch: makes DDP average gradients in the backward pass that ends the window, and in no
-        other. DDP averages in no pass at all if `reduce_window` has to average, for one of two reasons: passes are
-        local, or the sums of half-precision weights are in float32, and DDP would exchange them in the type of the
-        weights"""
+        other. There are two cases in which DDP averages in no pass at all, and `reduce_window` averages:
+
+        - passes are local
+        - `window` sums the gradients of half-precision weights in float32. DDP would average them in half precision"""
         if self.n == 1: return
         sums = window.grads  # None in a window of a single micro-batch, which has no sums
-        has_float32_sums = sums and sums.params.in_float32
-        averages_now = ends_window and not has_float32_sums and not self.passes_are_local
-        enable_gradient_sync(self.learn.model, averages_now)
+        has_float32_sums = sums is not None and bool(sums.params.in_float32)
+        averages_later = self.passes_are_local or has_float32_sums
+        enable_gradient_sync(self.learn.model, ends_window and not averages_later)
         self.has_averaged = False
 
     def after_backward(self):
@@ -110,28 +105,33 @@ class Processes:
 # %% ../../nbs/windows/07_processes.ipynb #885f686c
 @patch
 def reduce_window(self:Processes, window:Window):
-    """After the last micro-batch, makes two things those of all processes, in each process:
-
-    - the gradients: their mean over processes, unless DDP has averaged them in the last backward pass
-    - the sums of `window`: if the losses of two processes sum up to 3 and 5, over 4 items each, both get a sum of 8
-      over 8 items
-
-    In a single process, the sums only move to the CPU"""
+    """After the last micro-batch of `window`: gives all processes the same gradients, their mean over processes, and
+    the same sums of losses. In a single process, the sums of losses only move to the CPU"""
     losses = window.losses.on_host()
     if self.n > 1:
-        model = self.learn.model
-        if not self.has_averaged and not is_sharded(model): self.average_grads()
-        # All numbers travel in one message, because each message makes the processes wait for each other. Without items
-        # (None), losses are sums
-        loss,items,samples = reduce_numbers(model, [float(losses.loss), losses.items or 0, losses.samples])
-        losses = losses._replace(loss=torch.tensor(loss, dtype=losses.loss.dtype), samples=int(samples))
-        if losses.items is not None: losses = losses._replace(items=items)
+        self.average_grads()
+        losses = self.sums_of_all(losses)
     window.set_totals(losses)
 
 @patch
+def sums_of_all(self:Processes, losses:LossSums)->LossSums:
+    """Adds up the sums of all processes. For example, if the losses of two processes have the sums 3 and 5, over 4
+    items each, returns a sum of 8 over 8 items"""
+    # All numbers travel in one message, because each message makes the processes wait for each other
+    items = losses.items or 0  # None if losses are sums, and not means over items
+    loss,items,samples = reduce_numbers(self.learn.model, [float(losses.loss), items, losses.samples])
+    return losses._replace(
+        loss=torch.tensor(loss, dtype=losses.loss.dtype),
+        items=None if losses.items is None else items,
+        samples=int(samples))
+
+@patch
 def average_grads(self:Processes):
-    "Averages gradients as DDP does: of all parameters of the model that have one in any process"
+    """Makes each gradient its mean over processes, as DDP does: of all parameters that have a gradient in any process.
+    Leaves gradients as they are if the last backward pass has averaged them already: DDP may have, and FSDP always
+    has"""
     model = self.learn.model
+    if self.has_averaged or is_sharded(model): return
     params = [p for p in model.parameters() if p.requires_grad]
     n_with_gradient = reduce_numbers(model, [p.grad is not None for p in params])
     for p,n in zip(params, n_with_gradient):
@@ -144,8 +144,8 @@ def average_grads(self:Processes):
 # %% ../../nbs/windows/07_processes.ipynb #bef79b5d
 @patch
 def check_model(self:Processes, has_half:bool):
-    """Raises ValueError if windows would not be those of one process: if the model averages or sums gradients in a way
-    that cannot be changed, or if one process alone cannot run a pass again"""
+    """Raises ValueError if windows could not be the same as in one process: if the model averages or sums gradients in
+    a way that cannot be changed, or if a process may run a pass again alone, but cannot"""
     model = self.learn.model
     name = type(model).__name__
     if getattr(model, 'static_graph', False):

@@ -11,8 +11,8 @@ from fastai.basics import *
 from torch.nn.parameter import is_lazy
 
 # %% auto #0
-__all__ = ['global_generators', 'random_states', 'set_random_states', 'owner_of', 'attribute_dicts', 'can_be_changed',
-           'restore_value', 'AttributeCopy', 'Snapshot']
+__all__ = ['global_generators', 'random_states', 'set_random_states', 'owner_of', 'attribute_dicts', 'is_copied', 'restore_value',
+           'AttributeCopy', 'Snapshot']
 
 # %% ../../nbs/windows/01_state.ipynb #4f942e21
 # The random generators that all code shares
@@ -25,7 +25,7 @@ def global_generators()->list:
     return [np.random, torch.default_generator, *mps, *torch.cuda.default_generators]
 
 def random_states()->list:
-    "Returns the states of Python's generator and of the `global_generators`"
+    "Returns the state of Python's generator, and the states of all `global_generators`"
     return [random.getstate(), *[o.get_state() for o in global_generators()]]
 
 def set_random_states(states:list):
@@ -50,17 +50,16 @@ def attribute_dicts(o)->list[dict]:
     """Returns the dicts that hold the attributes of a module, function or other object. For a module, these are its
     `__dict__` and the dict of its buffers, and the same two dicts of each module inside"""
     owner = owner_of(o)
-    objects = owner.modules() if isinstance(owner, nn.Module) else [owner]
+    if isinstance(owner, type): return []  # `o` is a class method, and attributes of a class are not state
+    if not isinstance(owner, nn.Module): return [getattr(owner, '__dict__', {})]
     res = []
-    for o in objects:
-        if isinstance(o, type): continue  # the loss is a class method, and attributes of a class are not state
-        attrs = getattr(o, '__dict__', {})
-        res += [attrs, attrs.get('_buffers', {})]
+    for m in owner.modules(): res += [vars(m), m._buffers]
     return res
 
-def can_be_changed(o)->bool:
-    """Returns whether `o`, an attribute or a buffer, is a tensor that code may change in place and a copy can restore.
-    It is not if it is trained, if it is sparse, or if it belongs to a lazy layer, and has no shape yet"""
+def is_copied(o)->bool:
+    """Returns whether a Snapshot copies `o`, an attribute or a buffer: a tensor, since code may change it in place. It
+    copies no tensor that is trained or has a graph, none that is sparse, and none of a lazy layer, which has no shape
+    yet"""
     if not isinstance(o, Tensor) or is_lazy(o): return False
     return not o.requires_grad and o.layout == torch.strided
 
@@ -83,8 +82,8 @@ class AttributeCopy:
         self.contents = [o.copy() for o in dicts]
         self.random_states = random_states()
 
-    def restore(self):
-        "Puts the objects back into the dicts that they held, and the generators into their states"
+    def restore_attributes(self):
+        "Makes the dicts hold the same objects again, and puts the generators into their states"
         for o,content in zip(self.dicts, self.contents):
             o.clear()
             o.update(content)
@@ -107,29 +106,27 @@ class Snapshot(AttributeCopy):
         super().__init__(dicts)
         self.values = []  # pairs of a tensor that may be changed in place, and its copy
         for attrs in dicts:
-            self.values += [(o, o.clone()) for o in attrs.values() if can_be_changed(o)]
+            self.values += [(o, o.clone()) for o in attrs.values() if is_copied(o)]
         self.outside = None  # during a block: the attributes from before it
 
     def restore(self):
         "Undoes everything that has happened since the snapshot was taken"
-        super().restore()
+        self.restore_attributes()
         for o,value in self.values: restore_value(o, value)
 
     def __enter__(self):
         "Begins a further run, in which everything is as it was when the snapshot was taken"
         self.outside = AttributeCopy(self.dicts)
-        # Not `self.restore()`, which would also write the old values into tensors. Instead, the dicts get their old
-        # objects back, and then copies in the place of the tensors
-        super().restore()
-        self.put_copies_in_dicts()
+        self.restore_attributes()
+        self.replace_tensors()
 
-    def put_copies_in_dicts(self):
-        """Puts new tensors with the old values into the dicts, in the place of tensors that may have changed. Writes
-        nothing into the latter, because the backward pass may still need their current values"""
+    def replace_tensors(self):
+        """Puts new tensors with the old values into the dicts, in place of tensors that may have changed. Writes
+        nothing into the old tensors, because the backward pass may still need their current values"""
         copies = {id(o):value.clone() for o,value in self.values}
         for attrs in self.dicts:
             for name,o in attrs.items(): attrs[name] = copies.get(id(o), o)
 
     def __exit__(self, *args):
-        self.outside.restore()
+        self.outside.restore_attributes()
         self.outside = None  # frees what a pass has made
