@@ -18,7 +18,7 @@ __all__ = ['folders', 'whole_file', 'read_file', 'Folder', 'has_error', 'remove_
 # %% ../../nbs/resuming/06_files.ipynb #7e8fb133
 @contextmanager
 def whole_file(path:Path):
-    "Opens a file to write. At whatever moment the process is killed, `path` holds the last complete file"
+    "Opens a file to write. Whenever the process is killed, the file at `path` is complete: the old or the new one"
     unfinished = path.with_suffix('.new')
     try:
         with open(unfinished, 'wb') as f:
@@ -26,19 +26,15 @@ def whole_file(path:Path):
             f.flush()
             os.fsync(f)
         unfinished.replace(path)
-    finally: unfinished.unlink(missing_ok=True)  # after an error: it might fill the disk for nothing
+    finally: unfinished.unlink(missing_ok=True)  # after an error, for example because the disk is full
 
 def read_file(path:Path)->bytes|None:
-    """Returns the content of a file that `torch.save` has written, a zip archive; None if there is no file. Raises
-    ValueError if the file is not complete or a checksum fails, which `torch.load` does not check"""
-    if not path.exists():
-        return None
+    """Returns the content of a file that `torch.save` has written, or None if there is no file. Raises ValueError if
+    the file is damaged: it is a zip archive with checksums, which `torch.load` does not check"""
+    if not path.exists(): return None
     content = path.read_bytes()
     with suppress(Exception), zipfile.ZipFile(io.BytesIO(content)) as f:  # a wrong bit may cause any error
-        # The file holds `rest`, itself an archive. If the end of the file is lost, Python may find that one instead,
-        # which does not begin at the first byte
-        is_whole = f.filelist[0].header_offset == 0
-        if is_whole and f.testzip() is None: return content
+        if f.testzip() is None: return content  # it returns the name of a part whose checksum is wrong
     raise ValueError(f'AutoResume: {path} is damaged: to start over, delete it or pass restart=True')
 
 # %% ../../nbs/resuming/06_files.ipynb #4f77c5f2
@@ -47,57 +43,58 @@ class Folder:
     def __init__(self, path:Path):
         self.path = path
         self.lock = FileLock(path/'lock', thread_local=False)  # of the process: its threads may all have fits here
-        self.n_begun = 0
+        self.n_begun = 0  # fits that have begun, so this is also the number of the next new fit
         self.unfinished = weakref.WeakKeyDictionary()  # the number of the fit that has not ended, by Learner
-        self.has_ended = False  # whether the last fit has ended without an error
-        self.had_error = False  # what `has_error()` returned when it ended
+        self.had_error = None  # what `has_error()` returned when the last fit ended; None if that fit has not ended
 
     def begin(self, learn)->int:
-        """Returns the number of the fit that begins, which continues from the file of that number if there is one.
-        Usually it is the next number, and only a killed process can have left its file. But if an error has interrupted
-        the Learner's last fit, returns the number of that fit again, whose file this process has written"""
+        """Returns the number of the fit that begins. If there is a file with this number, the fit continues from it.
+        Usually this is a new number, so that only a killed process can have left the file. But if an error has
+        interrupted the last fit of the same Learner, this is the number of that fit again"""
         if learn not in self.unfinished:
             self.unfinished[learn] = self.n_begun
             self.n_begun += 1
-        self.has_ended = False
+        self.had_error = None
         return self.unfinished[learn]
 
     def count_from(self, n_begun:int):
-        """Goes on with the number of fits that the killed process had begun. For example, a callback trains another
-        Learner in each epoch: fit 0 continues in its third epoch, without fits 1 and 2 of the epochs before. The next
-        one must not be number 1, or it would continue from the file of a fit that has ended"""
-        # Not less: after an error, a Learner goes on in the same process, in which others may have begun fits since
+        """Called when a fit continues: counts the `n_begun` fits that had begun when it was saved, because not all of
+        them begin again in this process. For example, in each epoch of fit 0, a callback trains another Learner: these
+        are fits 1, 2 and so on. If fit 0 continues in its third epoch, fits 1 and 2 do not run again, and the next one
+        must be fit 3. As fit 1, it would continue from the file of a fit that has ended"""
+        # Or this process knows more fits: a Learner continues after an error, and other Learners have begun fits since
         self.n_begun = max(self.n_begun, n_begun)
 
     def end(self, learn):
         "Records that the Learner's fit has ended without an error"
         del self.unfinished[learn]
-        self.has_ended = True
         self.had_error = has_error()
 
     def take(self):
-        "Makes the folder, and locks it until the process ends. Raises an error if another process has fits here"
+        "Makes the folder, and locks it until the process ends. Raises RuntimeError if another process has fits here"
         self.path.mkdir(parents=True, exist_ok=True)
         try:
-            # The process holds the lock until it ends: a later job must not mistake a finished fit for its own. Workers
-            # of a process that was killed hold its lock for some seconds
+            # The process holds the lock until it ends, because another job would take a fit that has ended for its own.
+            # When a process is killed, its workers hold the lock for some more seconds
             self.lock.acquire(timeout=10)
         except Timeout as e:
             raise RuntimeError(f'another process has fits in {self.path}: pass AutoResume(fname=...), or end that '
                                'process') from e
-folders = {}  # of this process, by path
+
+folders = {}  # each Folder of this process, by path
 
 def has_error()->bool:
-    "Returns whether an error has ended this process or, in a notebook, a cell"
-    return hasattr(sys, 'last_value')
+    "Returns whether an error has ended the script or, in a notebook, a cell"
+    return hasattr(sys, 'last_value')  # Python and Jupyter store the error there, and nobody deletes it
 
 @atexit.register
 def remove_files_at_exit():
-    """Removes the files if the script is done: its last fit has ended, and no error has occurred since. If it is run
-    again, it then begins with its first fit. Otherwise the files stay, and it continues. In a notebook, an error in an
-    earlier cell sets `has_error()` for good, so that a later one cannot be seen, and the files are removed"""
+    """Removes the files of fits if the script is done, so that it starts over when it is run again. It is done if its
+    last fit has ended, and if no error has occurred since. Otherwise the files stay, and the next run continues
+
+    After an error in an earlier cell of a notebook, later errors cannot be seen: then the files are removed"""
     for folder in folders.values():
-        is_done = folder.has_ended and folder.had_error == has_error()
-        if not is_done or not folder.lock.is_locked: continue
-        # Not the lock, for which another process may wait, nor models that the user has saved here
-        for path in folder.path.glob('[0-9]*.pth'): path.unlink()
+        is_done = folder.had_error == has_error()  # if the last fit has not ended, `had_error` is None
+        if is_done and folder.lock.is_locked:  # by process 0, which alone writes files
+            # Other files stay: the lock, for which another process may wait, and models that the user has saved here
+            for path in folder.path.glob('[0-9]*.pth'): path.unlink()

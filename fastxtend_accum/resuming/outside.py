@@ -10,50 +10,53 @@ from fastai.basics import *
 from fastai.callback.progress import CSVLogger
 
 # %% auto #0
-__all__ = ['csv_files', 'wandb_run', 'state_of_loggers', 'restore_loggers', 'resume_wandb', 'restore_rows']
+__all__ = ['csv_files', 'wandb_run', 'state_of_loggers', 'restore_loggers', 'resume_wandb', 'write_rows']
 
 # %% ../../nbs/resuming/05_outside.ipynb #beceb6ed
 def csv_files(learn)->list:
-    "Returns the file of each `CSVLogger` that runs"
-    return [cb.file for cb in learn._grab_cbs(CSVLogger) if cb.run]
+    "Returns the file that each `CSVLogger` has opened for this fit"
+    return [cb.file for cb in learn._grab_cbs(CSVLogger)]
 
 def wandb_run():
     "Returns the present run of W&B; None if there is none"
     return getattr(sys.modules.get('wandb'), 'run', None)
 
-def state_of_loggers(learn)->dict:
-    """Returns the size of the file of each `CSVLogger` when the fit begins, in bytes: its header is there, and with
-    `append=True` the rows of earlier fits, but no row of this one. And what identifies W&B's run"""
+def state_of_loggers(learn)->tuple:
+    """Called when a fit begins. Returns the size of each `CSVLogger`'s file in bytes, and the id of the run of W&B. The
+    file has its header by now and, with `append=True`, the rows of earlier fits, but no row of this fit"""
     sizes = [file.tell() for file in csv_files(learn)]
-    run = {name:getattr(wandb_run(), name, None) for name in ('id','project','entity')}
-    return dict(sizes=sizes, run=run)
+    run_id = getattr(wandb_run(), 'id', None)
+    return sizes,run_id
 
-def restore_loggers(learn, state:dict):
-    "Lets loggers continue where the saved fit was. `state` is what `state_of_loggers` returned when that fit began"
-    resume_wandb(state['run'])
-    restore_rows(learn, state['sizes'])
+def restore_loggers(learn, state:tuple):
+    """Lets loggers continue where the saved fit was. `state` is what `state_of_loggers` returned when that fit began
 
-def resume_wandb(run:dict):
-    "Ends the present run of W&B, and goes on in the `run` of the saved fit"
-    present = wandb_run()
-    if run['id'] and present and present.id != run['id']:
-        wandb = sys.modules['wandb']
-        wandb.finish()
-        wandb.init(resume='must', **run)
-
-def restore_rows(learn, sizes:list):
-    """Cuts the file of each `CSVLogger` to its size when the saved fit began, and writes one row for each epoch that
-    has ended, to the file or the table of the progress bar. The rows have no times, which the Recorder does not keep.
-    For example, a fit with `append=True` that was killed in its third epoch has left a header and two rows, to which
-    this process has added another header. The file is cut after the first header, and the two rows are written anew. Of
-    several processes only one logs: fastai's DistributedTrainer gives the others a `logger` that does nothing"""
+    For example, a fit whose `CSVLogger` has `append=True` was killed in its third epoch. It has left a header and two
+    rows, and this process has added another header. The file is cut after the first header, and the two rows are
+    written again"""
+    sizes,run_id = state
+    resume_wandb(run_id)
     for file,size in zip(csv_files(learn), sizes):
-        # Rows of an earlier fit, which this process has written again without times, may have made the file shorter
-        # than `size`. It must not grow: `truncate` would add zeros
+        # The rows of an earlier fit may already have been written again without times. Then the file can be shorter
+        # than `size`, and `truncate(size)` would fill it with zeros
         file.truncate(min(size, file.tell()))
     bar = nested_attr(learn, 'progress.mbar')
-    if bar: bar.update(0)  # fastprogress cannot show a row before its first update
-    # `learn.logger` writes a row to the file, or to the table of the progress bar
+    if bar: bar.update(0)  # starts its clock, because this fit may not begin with epoch 0
+    write_rows(learn)
+
+def resume_wandb(run_id:str|None):
+    "If the saved fit had another run of W&B than the present one, ends the present run, and continues the other one"
+    present = wandb_run()
+    if present and run_id not in (None, present.id):
+        wandb = sys.modules['wandb']
+        wandb.finish()
+        wandb.init(resume='must', id=run_id, project=present.project, entity=present.entity)
+
+def write_rows(learn):
+    """Writes a row for each epoch that has ended, to the file of each `CSVLogger` and to the table of the progress bar.
+    The last value of a row is empty: it is the time of the epoch, which the Recorder does not keep"""
     for rec in learn._grab_cbs(Recorder):
-        time = [''] if rec.add_time else []
-        for epoch,values in enumerate(rec.values): learn.logger(L(epoch, *values, *time))
+        no_time = [''] if rec.add_time else []
+        for epoch,values in enumerate(rec.values):
+            # Loggers and progress bars have replaced `learn.logger` by their own methods, which write a row
+            learn.logger([epoch, *values, *no_time])

@@ -13,47 +13,46 @@ __all__ = ['keeper_of_position', 'Reader']
 
 # %% ../../nbs/resuming/03_reader.ipynb #37f1f76d
 def keeper_of_position(dl):
-    """Returns the object that knows its position in the data, and can go to another one by `load_state_dict`: the
-    DataLoader itself, such as torchdata's `StatefulDataLoader`, or its data set, such as a stream of Hugging Face. None
-    if neither does"""
-    # A DataLoader of fastai does not, but has the attributes of its data set: `hasattr` would be true by that
-    if isinstance(dl, DataLoader):
-        return None
-    has_workers = getattr(dl, 'num_workers', 0) > 0
-    dataset = None if has_workers else getattr(dl, 'dataset', None)  # workers read a copy of it
-    return first(o for o in (dl, dataset) if hasattr(o, 'load_state_dict'))
+    """Returns the object that knows its position in the data, and that can go to another one by `load_state_dict`:
+    the DataLoader itself, such as torchdata's `StatefulDataLoader`, or its data set, such as a stream of Hugging Face.
+    Returns None if there is no such object"""
+    # fastai's DataLoader has no such method, but it looks up missing attributes in its data set, so `hasattr` finds one
+    if isinstance(dl, DataLoader): return None
+    if hasattr(dl, 'load_state_dict'): return dl
+    # If there are workers, they read copies of the data set, and the original does not move
+    dataset = None if getattr(dl, 'num_workers', 0) else getattr(dl, 'dataset', None)
+    return dataset if hasattr(dataset, 'load_state_dict') else None
 
 # %% ../../nbs/resuming/03_reader.ipynb #c1b474f1
 class Reader:
-    """Reads the training DataLoader in one epoch. In a resumed fit, it first reads the batches that the killed process
-    had loaded, and drops them. Make it when the epoch begins, before the state in mid-epoch is restored: these batches
-    need the state that they had then"""
+    """Reads the training DataLoader in one epoch. In a resumed fit, `__init__` first reads the batches that the killed
+    process had loaded, and drops them. So it is called before the state in mid-epoch is restored: these batches must be
+    read with the random state of the beginning of the epoch"""
     def __init__(self,
         dl,
-        n_loaded:int=0, # Batches to drop
-        has_ended:bool=False, # Whether `dl` has no more batches
-        position=None, # The `state_dict()` of what `keeper_of_position(dl)` returns
+        n_loaded:int=0, # Batches that the killed process had loaded
+        has_ended:bool=False, # Whether these were all batches of the epoch
+        position=None, # After these batches: the `state_dict()` of what `keeper_of_position` returns
     ):
         self.has_ended = has_ended
         self.keeper = keeper_of_position(dl)
-        self.batches = iter(())
-        # The fit was saved after the last batch was read, but before all windows had run: there is nothing to read.
-        # `iter(dl)` would begin another epoch with what keeps its own position
+        self.batches = []
+        # The fit was saved after its last batch had been loaded, so nothing is left to read. This must not call
+        # `iter(dl)`: a loader that keeps its own position would begin another epoch
         if has_ended: return
-        if n_loaded and self.keeper is not None:
+        if position is not None:
             self.keeper.load_state_dict(position)
-            n_loaded = 0  # it skips these batches itself
+            n_loaded = 0  # from this position on, `dl` yields no batch that has to be dropped
         self.batches = iter(dl)
         for _ in range(n_loaded): next(self.batches, None)
 
     def __call__(self, dl)->Iterator:
-        "`EpochBatches` calls this once, in place of `iter(dl)`. Yields the batches after those that were dropped"
-        batches = self.batches
-        self.batches = None  # so that workers end with this loop
-        yield from batches
+        """Yields the batches that are left in the epoch. `EpochBatches` calls this once, in place of `iter(dl)`, with
+        the DataLoader that `__init__` got"""
+        yield from self.batches
         self.has_ended = True
 
     def state(self)->tuple:
-        "Returns the arguments `has_ended` and `position` of a Reader that continues from here"
+        "For the file: returns `has_ended` and `position`, the arguments of a Reader that continues from here"
         position = None if self.keeper is None else self.keeper.state_dict()
         return self.has_ended,position

@@ -15,17 +15,17 @@ __all__ = ['held_signals', 'HeldSignals']
 
 # %% ../../nbs/resuming/07_signals.ipynb #6b839b72
 class HeldSignals:
-    """While a fit runs in the main thread, keeps SIGINT (Ctrl-C) and SIGTERM waiting. A `SavedFit` reads `waiting`, and
-    calls `deliver` when it has saved"""
+    """While a fit runs in the main thread, SIGINT (Ctrl-C) and SIGTERM wait until it has been saved. A `SavedFit` reads
+    `waiting`, saves, and calls `deliver`"""
     def __init__(self):
-        self.handlers = {}  # those that were there before the fit, by signal, while signals are held; else empty
-        self.waiting = None  # the number of the signal that has arrived and not been delivered
+        self.handlers = {}  # the handlers from before the fit, by signal, while this object receives the signals
+        self.waiting = None  # the number of the signal that has arrived, but has not been delivered
 
     @contextmanager
     def hold(self):
-        "Holds signals while a fit runs. Does nothing in other threads, which cannot set handlers, or in an inner fit"
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if self.handlers or not in_main_thread:
+        """Holds signals while a fit runs. Does nothing in a fit within a fit, whose signals are already held, and in
+        threads other than the main thread, which cannot set handlers"""
+        if self.handlers or threading.current_thread() is not threading.main_thread():
             yield
             return
         for number in (signal.SIGINT,signal.SIGTERM):
@@ -34,18 +34,19 @@ class HeldSignals:
         finally: self.deliver()
 
     def receive(self, number, frame):
-        """Python calls it for a signal while a fit runs. The first signal waits for the next save. If a second one
-        arrives, the user is impatient, and the first one is delivered at once. This ends the process, or raises
-        KeyboardInterrupt here. If the user's handler returns instead, the second signal waits in its place"""
+        """Python calls this when a signal arrives while a fit runs. The first signal waits for the next save. If a
+        second signal arrives, the user is impatient: instead of it, the first signal is delivered at once"""
         if self.waiting: self.deliver()
-        self.waiting = number
+        else: self.waiting = number
 
     def deliver(self):
-        """Restores the handlers from before the fit, and sends the waiting signal, if there is one. If that does not
-        end the process, later signals go to these handlers at once"""
+        """Restores the handlers from before the fit, and sends the waiting signal, if there is one. Usually this ends
+        the process, or raises KeyboardInterrupt. If a handler of the user returns instead, the fit goes on, and later
+        signals reach that handler at once"""
         for number,handler in self.handlers.items(): signal.signal(number, handler)
         self.handlers.clear()
         number = self.waiting
         self.waiting = None
         if number: signal.raise_signal(number)
+
 held_signals = HeldSignals()
