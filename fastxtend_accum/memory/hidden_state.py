@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from ..windows.nested import map_tensors
 
 # %% auto #0
-__all__ = ['state_owners', 'set_states', 'run_in_parts']
+__all__ = ['state_owners', 'set_states', 'join_rows', 'run_in_parts']
 
 # %% ../../nbs/memory/01_hidden_state.ipynb #38e82fc0
 def state_owners(module)->list[nn.Module]:
@@ -32,11 +32,18 @@ def state_owners(module)->list[nn.Module]:
                      "cannot be split: use a smaller bs, and no micro-batches")
 
 # %% ../../nbs/memory/01_hidden_state.ipynb #bd1daa6b
+# The state of an AWD_LSTM is a list with a pair of tensors for each layer, such as [(h1, c1), (h2, c2)]. The rows are
+# dimension 1 of each tensor
+
 def set_states(owners:list, states:list, n:int):
     "Gives each of the `owners` its state, of `n` rows"
     for m,state in zip(owners, states, strict=True):
         m.hidden = state
         m.bs = n
+
+def join_rows(*tensors:Tensor)->Tensor:
+    "Joins a tensor of a state, such as h1, from its values for each part of the rows"
+    return torch.cat(tensors, 1)
 
 def run_in_parts(
     module, # The model, or the part of it, that `run_part` runs
@@ -50,9 +57,8 @@ def run_in_parts(
     n = bounds[-1][1]
     for m in owners:
         if m.bs != n: m._change_hidden(n)  # as its forward pass would
-    # A state is a list of two tensors for each layer, such as [(h1, c1), (h2, c2)], whose rows are in dimension 1
     before = [m.hidden for m in owners]  # the state of each owner
-    after = []  # for each part, a list like `before`, with the states after this part
+    after = []  # for each part, a list like `before`: the state of each owner after this part
     results = []
     try:
         for start,end in bounds:
@@ -63,7 +69,7 @@ def run_in_parts(
     except BaseException:
         set_states(owners, before, n)
         raise
-    # `tree_map` calls `join_rows(h1 after part 1, h1 after part 2, ...)`, and does the same for c1, h2 and so on
-    def join_rows(*tensors): return torch.cat(tensors, 1)
-    set_states(owners, tree_map(join_rows, *after), n)
+    # Calls `join_rows(h1 after part 1, h1 after part 2, ...)`, then the same for c1, h2 and so on
+    joined = tree_map(join_rows, *after)
+    set_states(owners, joined, n)
     return results

@@ -30,8 +30,8 @@ def how_made_up(
     - '256 samples per step, at most 32 at a time'
     - '32 to 256 samples per step, at most 32 at a time', if windows vary in size
     - '256 samples per step, at most 32 at a time in each of 2 processes'"""
-    # Even windows of one shape may differ by a sample: a batch of 256 samples that is cut into 3 pieces makes two of 85
-    # and one of 86. So the smallest window is rounded down, which `samples` does, and the largest one is rounded up
+    # Pieces of a loader batch may differ by one sample: 256 samples in 3 pieces are two of 85 and one of 86. So the
+    # smallest window is rounded down, which `samples` does, and the largest window is rounded up
     least = smallest.samples(bs)*n_processes
     most = math.ceil(bs*largest.n_batches/largest.n_pieces)*n_processes
     sizes = f'{most}' if least == most else f'{least} to {most}'
@@ -42,7 +42,7 @@ def how_made_up(
 # What differs from one batch
 
 def buffers_by_module(model)->dict[nn.Module,list[Tensor]]:
-    "Returns the buffers that each module in `model` itself has. Leaves out buffers of which a Snapshot has no copy"
+    "Returns the buffers of each module in `model`, not of modules inside. Leaves out what a Snapshot leaves out"
     res = {}
     for m in model.modules():
         res[m] = [o for o in m.buffers(recurse=False) if is_copied(o)]
@@ -50,9 +50,9 @@ def buffers_by_module(model)->dict[nn.Module,list[Tensor]]:
 
 # %% ../../nbs/windows/11_description.ipynb #5b7e2c91
 class Differences:
-    """What makes the forward pass of a micro-batch differ from one of the whole batch, as a pass of `model` has shown:
-    modules with a buffer that it has changed, and whether it has drawn random numbers. `before` is a snapshot of the
-    model from before that pass"""
+    """What makes the forward pass of a micro-batch differ from a pass of the whole batch. A pass of `model` has shown
+    it: which modules have a buffer that the pass has changed, and whether the pass has drawn random numbers. `before`
+    is a snapshot of the model from before the pass"""
     def __init__(self, model, before:Snapshot):
         of_python,*others = random_states()
         of_python_before,*others_before = before.random_states

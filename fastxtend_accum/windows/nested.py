@@ -64,13 +64,11 @@ def looks_like_sample_list(b, n:int)->bool:
 
     A list of `n` tensors with `n` rows each may be either. The answer is no then, because inputs always have `n` rows,
     and entries for samples, such as two boxes for each of two images, have that many by chance only"""
-    is_named = hasattr(b, '_fields')  # a namedtuple
-    is_list = isinstance(b, (tuple,list,L)) and not is_named
+    is_list = isinstance(b, (tuple,list,L)) and not hasattr(b, '_fields')  # a namedtuple has `_fields`
     if not is_list or len(b) != n: return False
     tensors = tensors_in(b)
     if not tensors: return True  # strings, for example
-    are_inputs = all(len(o) == n for o in tensors)
-    return not are_inputs
+    return any(len(o) != n for o in tensors)
 
 # %% ../../nbs/windows/00_nested.ipynb #0f2993d3
 def n_rows(
@@ -90,7 +88,7 @@ def n_rows(
     fields = children(b) or [b]
     targets = fields[-1]
     have_rows = isinstance(targets, Tensor) and targets.ndim > 0
-    if have_rows and len(targets) == expected: return expected  # nearly every batch: other rules take longer
+    if have_rows and len(targets) == expected: return expected  # nearly every batch; the other rules take longer
     lengths = [len(o) for o in tensors_in(fields)]
     if expected in lengths: return expected
     # `b` itself is not asked: a batch of two fields is not a list of two samples
@@ -119,9 +117,9 @@ def has_rows(
     n:int, # Samples
     verb:str, # 'split' or 'join', for the message of an error
 )->bool:
-    """Returns whether `leaf` is a tensor with a row for each of `n` samples: False if it is the same for all samples,
-    as a number is. Raises NotSamplesFirst if it is a tensor with another number of rows, and NotBySample if it is
-    anything else, because then it cannot be split or joined"""
+    """Returns whether `leaf` is a tensor with a row for each of `n` samples. Returns False if it is the same for all
+    samples, as a number is. Anything else cannot be split or joined: raises NotSamplesFirst for a tensor with another
+    number of rows, and NotBySample for other objects"""
     if isinstance(leaf, Tensor) and leaf.ndim:
         if len(leaf) == n: return True
         raise NotSamplesFirst(f"cannot {verb} a tensor of shape {tuple(leaf.shape)} for {n} samples: its first "
