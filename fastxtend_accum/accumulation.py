@@ -73,7 +73,7 @@ class GradientAccumulation(WindowCallback):
         nearly equal size may stay below it. None before a fit, or if no size is known"""
         loop = self.loop
         if loop is None or loop.batches is None: return None
-        # The strategy has the size by `micro_batch_size`. Of the callbacks that save memory, a GradientCache has one
+        # The strategy has the size that `micro_batch_size` sets. Among the savers of memory, a GradientCache has a size
         limits = [o.micro_bs for o in (self.strategy, *loop.strategy.savers)]
         plan = loop.batches.plan
         # If windows are pieces of loader batches, the largest window of the fit is the largest piece
@@ -144,7 +144,7 @@ _hooks_warning = (
 def warn_of_late_callbacks(self:GradientAccumulation):
     "Warns about callbacks that may prepare batches, but see windows, because they come after the Recorder"
     late = [cb for cb in self.learn.cbs if not prepares(cb) and has_event(cb, 'before_batch')]
-    # fastai's own callbacks of such an order prepare no batches: they set rates, or start a clock
+    # fastai's own callbacks of this order prepare no batches: they set rates, or start a clock
     names = [type(cb).__name__ for cb in late if not is_from_fastai(cb, 'before_batch')]
     if not names: return
     self.loop.fit.warn_once(f"before_batch of {', '.join(names)} is called once per window, because its order is 50 or "
@@ -209,8 +209,8 @@ def description(self:GradientAccumulation)->str:
 # %% ../nbs/00_accumulation.ipynb #5c0a7be2
 # Validation
 
-# Classes of fastai's loaders whose batches do not depend on each other. Not their subclasses, which may have settings
-# that `new` forgets. By name, because the loaders for text and tables are imported only where they are used
+# Classes of fastai's loaders whose batches do not depend on each other. Their subclasses are left out, because they may
+# have settings that `new` forgets. These are names, because the loaders for text and tables may not be imported
 _independent = 'DataLoader','TfmdDL','SortedDL','TabDataLoader'
 
 def can_be_smaller(dl, bs:int)->bool:

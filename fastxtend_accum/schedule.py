@@ -57,7 +57,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
         **kwargs, # Further arguments of `GradientAccumulation`
     ):
         check_size('start_accum_bs', start_accum_bs)  # before the base class puts its default in the place of None
-        store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')
+        store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')  # for loggers, which log what it stores
         super().__init__(
             start_accum_bs,
             log_accum_batch=log_accum_batch,
@@ -67,7 +67,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
 
     @property
     def start_accum_bs(self)->int:
-        "The size at the start, which the base class sets and checks as `accum_bs`"
+        "The size at the start. It is another name for `accum_bs` of the base class"
         return self.accum_bs
     @start_accum_bs.setter
     def start_accum_bs(self, size:int): self.accum_bs = size
@@ -117,7 +117,7 @@ def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:i
     start,finish = self.start_and_finish(n_epoch)
     if pct_train >= finish-_tiny: return self.final_accum_bs
     if pct_train < start-_tiny: return self.start_accum_bs
-    # On the curve, from 0 to 1. Not negative where `pct_train`, which is rounded, is a little less than `start`
+    # The position on the curve, from 0 to 1. `pct_train`, which is rounded, may be a little less than `start`
     position = max(0., pct_train-start)/(finish-start)
     curve = self.schedule(self.start_accum_bs, self.final_accum_bs)
     size = float(curve(position))

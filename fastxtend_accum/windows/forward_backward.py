@@ -40,10 +40,10 @@ class FitContext:
         self.loss_check = LossCheck(learn.loss_func)
         self.params = None
         self.differences = None  # of a micro-batch from the whole batch, once a forward pass has shown them
-        self.warnings = set()  # those that the user has seen in this fit
+        self.warnings = set()  # the warnings that the user has seen in this fit
 
     def begin_epoch(self):
-        "Looks up the callbacks and parameters of this epoch, which may differ from those of the last"
+        "Looks up the callbacks and parameters of this epoch, which may differ from the last epoch"
         self.send.look_up()
         self.params = WindowParams(self.learn)
         if is_finding_rate(self.learn): self.loss_check.stop()  # the fit that follows will check
@@ -109,7 +109,7 @@ def run_model(self:FitContext):
 # %% ../../nbs/windows/14_forward_backward.ipynb #1f8be2c6
 def compute_loss_and_count(learn, rows:int)->Count|None:
     """Sets `learn.loss_grad` and `learn.loss` as fastai does. Returns how many items the loss function averages over;
-    None if it sums. Without targets there is no loss yet. Then returns the `rows`, since a loss that a callback may
+    None if it sums. Without targets there is no loss yet, so returns the `rows`, since a loss that a callback may
     compute in `after_loss` is assumed to average over these"""
     if not len(learn.yb): return rows
     learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)

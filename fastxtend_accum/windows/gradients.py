@@ -58,7 +58,7 @@ class WindowParams:
         # While a window of several micro-batches runs, callbacks may not change these gradients (`GradientSums.check`)
         self.guarded = uniqueify([*params_in(learn.opt), *learn.model.parameters()])
         # Parameters of the loss, and of optimizers that callbacks hold. They are not guarded, because callbacks may
-        # zero these gradients at any time. But they are summed, because these gradients, too, are to be means
+        # zero these gradients at any time. They are summed, because their gradients must become means, too
         self.extra = extra_params(learn)
         self.summed = uniqueify([*self.guarded, *self.extra])
         in_opt = {*params_in(learn.opt)}

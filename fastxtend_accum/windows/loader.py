@@ -118,8 +118,8 @@ class WindowShape(NamedTuple):
     n_pieces:int = 1
 
     def samples(self, bs:int)->int:
-        """Returns the samples in a window, if loader batches have `bs`. Pieces may differ by one sample: those of a
-        batch of 10 in 4 pieces have 2 or 3. Then this returns the smaller number"""
+        """Returns the samples in a window, if loader batches have `bs`. Pieces may differ by one sample: 4 pieces of a
+        batch of 10 have 2 or 3 samples. If they do, returns the smaller number"""
         return bs*self.n_batches//self.n_pieces
 
 def nearest_shape(size:float, bs:int)->WindowShape:
@@ -172,7 +172,7 @@ class EpochPlan:
         largest_size:float,
         epoch:int,
         n_epoch:int,
-        remainder:str, # Of the fit, one of `remainders`; in its last epoch, 'step' takes the place of 'carry'
+        remainder:str, # One of `remainders`; in the last epoch of the fit, 'step' takes the place of 'carry'
         carried:list[int], # Planned samples of each batch left over from the previous epoch. These batches come first
     ):
         store_attr('info,size_at_pct,epoch,n_epoch,carried')
@@ -277,9 +277,10 @@ def plan_windows(self:EpochPlan):
 
 # %% ../../nbs/windows/08_loader.ipynb #df804201
 class EpochBatches(GetAttr):
-    """Reads the training batches of an epoch, after those that were carried into it from the previous one. While it
-    trains, it is `learn.dl`. Callbacks find the attributes and methods of the DataLoader in it, such as `bs`, `dataset`
-    and `one_batch`. Only its length differs: it is the number of rounds of fastai's loop, which progress bars count"""
+    """Reads the training batches of an epoch, after the batches that were carried into it from the previous epoch. In
+    training, it is `learn.dl`. Callbacks find the attributes and methods of the DataLoader in it, such as `bs`,
+    `dataset` and `one_batch`. Only its length differs: it is the number of rounds of fastai's loop, which progress bars
+    count"""
     _default = 'dl'
     def __init__(self,
         dl, # The DataLoader
@@ -397,7 +398,7 @@ def load_next(self:EpochBatches)->bool:
 @patch
 def can_begin_window(self:EpochBatches, size:int)->bool:
     """Returns whether a window of `size` samples may begin: if fewer are left, only the remainder 'step' allows it. If
-    the length is not exact, the number that is left is unknown. Then this loads all batches of the window, which wait
+    the length is not exact, it is unknown how many are left. In this case, loads all batches of the window, which wait
     until they run"""
     if self.plan.remainder == 'step': return True
     if self.info.has_exact_length: return self.info.n_planned-self.samples_read >= size
@@ -421,7 +422,7 @@ def finish_epoch(self:EpochBatches, unfinished:list[LoaderBatch]):
 def is_known_to_be_last(self:EpochBatches)->bool:
     """Returns whether the current batch is the last one, by the length that the DataLoader announces. False if that is
     not exact: then only the next read can show it"""
-    # A batch with 0 planned samples is one that the DataLoader yields beyond its length. Others may follow it
+    # A batch with 0 planned samples is one that the DataLoader yields beyond its length. More batches may follow it
     has_read_all = self.samples_read == self.info.n_planned
     return self.info.has_exact_length and has_read_all and self.current.planned > 0
 

@@ -38,7 +38,7 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'replaced_method', 'W
 # round         what fastai takes for a batch: a window or, with log_accum_batch=False, a loader batch
 # counts        a loader batch counts if it has run, so that its gradient is in the window. A batch that a callback
 #               cancels leaves nothing, and the window takes the next batch in its place
-# preparing     a callback prepares batches if its order is below 50, the Recorder's: it sees each loader batch
+# preparing     a callback prepares batches if it has before_batch, and its order is below the Recorder's, 50
 
 # run_epoch                      takes the place of fastai's all_batches
 #   next_round                   takes the next batch, and begins a window if none is open
@@ -51,8 +51,8 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'replaced_method', 'W
 #     end_round                  after after_batch
 #   end_epoch                    closes or carries what is left
 
-# The events of a window of three loader batches. With log_accum_batch=True, preparing callbacks see each loader batch
-# if they have before_batch; all others see the window. With log_accum_batch=False, all see loader batches.
+# The events of a window of three loader batches. With log_accum_batch=True, preparing callbacks see each loader batch,
+# and all other callbacks see the window. With log_accum_batch=False, all callbacks see loader batches.
 #
 #            True, preparing                                        True, others            False, all
 # batch 1    before_batch                                           before_batch            before_batch
@@ -123,7 +123,7 @@ class WindowLoop:
         self.strategy = strategy
         self.loggers = loggers
         self.n_steps = 0
-        # AutoResume saves in these. They last until `hook_in` sets others
+        # AutoResume saves in these. They last until `hook_in` sets other functions
         self.between_windows = noop  # called before each window
         self.after_windows = noop  # called after the last window of an epoch
         # `begin_epoch` sets these for an epoch
@@ -189,7 +189,7 @@ def end_epoch(self:WindowLoop):
         try: self.close_window()
         except CancelBatchException: pass  # raised in the step; no batch is left that it could cancel
     if not self.window.is_open: self.after_windows()  # an open window cannot be saved
-    self.batches.finish_epoch(self.window.batches)  # those of a window that is still open; a closed one holds none
+    self.batches.finish_epoch(self.window.batches)  # a closed window has released its batches
     self.check_has_trained()
 
 @patch
@@ -214,7 +214,8 @@ def check_has_trained(self:WindowLoop):
 @patch
 def run_round(self:WindowLoop):
     """Takes the place of fastai's `one_batch`. `Events.run` calls `run_batches`, which takes the place of
-    `_do_one_batch`; then sends `after_cancel_batch`, if that raises CancelBatchException, and `after_batch`"""
+    `_do_one_batch`. Afterwards it sends `after_cancel_batch` if `run_batches` has raised CancelBatchException, and
+    `after_batch` in any case"""
     self.progress.begin_round()
     self.load_batch()
     try: self.send.run(self.run_batches, 'batch', CancelBatchException)
@@ -348,8 +349,8 @@ def take_next_batch(self:WindowLoop)->bool:
 
 @patch
 def is_cancelled(self:WindowLoop)->bool:
-    """Returns whether as many samples as fill the window were read, but callbacks have cancelled all of them. Then the
-    round ends, as a cancelled batch. If it went on, a callback that cancels by the number of the round
+    """Returns whether as many samples as fill the window were read, but callbacks have cancelled all of them. If so,
+    the round ends, as a cancelled batch. If it went on, a callback that cancels by the number of the round
     (`if self.iter < 3: raise CancelBatchException`) would cancel all batches that are left in the epoch"""
     n_read = self.batches.samples_read-self.begun_at
     return n_read >= self.window.size and not self.window.losses.samples
@@ -357,8 +358,8 @@ def is_cancelled(self:WindowLoop)->bool:
 # %% ../../nbs/windows/15_loop.ipynb #4495dc52
 @patch
 def run_batch(self:WindowLoop)->bool:
-    """Runs the passes of the batch that `learn` holds. Returns whether it counts: it does not if a callback cancels the
-    batch, or all its backward passes. Then its window takes the next batch in its place"""
+    """Runs the passes of the batch that `learn` holds. Returns whether the batch counts. If a callback cancels it, or
+    all its backward passes, it does not count, and its window takes the next batch in its place"""
     window = self.window
     if not window.losses.n_micro: self.fit.update_params()
     if self.strategy.may_repeat:  # then each pass has to begin in the autocast that `before_batch` has entered

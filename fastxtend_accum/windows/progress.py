@@ -18,7 +18,7 @@ __all__ = ['Progress']
 _rounding = 1e-9  # of fractions of a fit
 
 class Progress:
-    """Corrects `learn.pct_train` in one epoch. fastai advances it by the same amount in each round. That is wrong if
+    """Corrects `learn.pct_train` in one epoch. fastai advances it by the same amount in each round. This is wrong if
     windows differ in size, begin in the previous epoch, take several rounds, or lose batches that are cancelled"""
     def __init__(self, learn, plan:EpochPlan):
         self.learn = learn
@@ -31,8 +31,8 @@ class Progress:
         self.n_rounds += 1
 
     def correct(self, samples:int):
-        """After the batches of a round: sets `pct_train` so that it is right once fastai has advanced it. `samples` are
-        those of the epoch that were read, a negative number in carried batches"""
+        """After the batches of a round: sets `pct_train` so that it is right once fastai has advanced it. `samples` of
+        the epoch were read; in carried batches, this is a negative number"""
         learn = self.learn
         # `after_batch` follows. In it, fastai's TrainEvalCallback comes first, since its order is -10, and adds this to
         # `pct_train`. We subtract it here, so that all callbacks after it find the right position
