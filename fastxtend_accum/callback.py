@@ -117,7 +117,10 @@ def is_validating(learn)->bool:
 def extend_lr_find(self:WindowCallback, finder:LRFinder):
     """Gives a fit of `lr_find` enough epochs for `num_it` windows, since each iteration is a window. fastai has counted
     epochs for iterations that are loader batches. Too many do no harm: the finder ends the fit after `num_it`"""
-    info = self.loader_info_of(self.learn.dls.train)
+    dl = self.learn.dls.train
+    is_lr_find = self.learn.n_epoch == finder.num_it//len(dl)+1  # if not, the user has passed the LRFinder to a fit
+    if not is_lr_find: return
+    info = self.loader_info_of(dl)
     # With an LRFinder the size is the same in the whole fit: at 0, and for any number of epochs. fastai runs `lr_find`
     # in one process, so a batch of all processes is a loader batch
     size = self.window_size_at(pct_train=0., n_epoch=1, global_bs=info.planned_batch_size)

@@ -277,16 +277,22 @@ def test_lr_find_is_that_of_the_large_batch(kind, n=100, drop_last=False):
     (88, 16, 4, 20, 'carry'),  # windows are parts of a batch
     (24, 8, 48, 20, 'carry'),  # a window needs two epochs
     (60, 8, 32, 20, 'drop'),  # an epoch drops almost as many samples as it uses
-    (30, 16, 12, 20, 'drop'),  # also if windows are larger than `accum_bs`, to fit the loader batches
-    (48, 8, 16, 5, 'step')])  # fastai makes six of five
+    (30, 16, 12, 20, 'drop')])  # also if windows are larger than `accum_bs`, to fit the loader batches
 def test_lr_find_has_all_its_iterations(n, bs, accum_bs, num_it, remainder):
     "However many windows an epoch has"
     accum = GradientAccumulation(accum_bs, remainder=remainder)
     learn = make_learner(bs, n=n, cbs=accum)
     find_rate(learn, num_it, stop_div=False)
-    n = max(num_it, 6)
-    assert_same(learn.recorder.lrs, exponential(n), 1e-9)
-    assert len(losses(learn)) == n
+    assert_same(learn.recorder.lrs, exponential(num_it), 1e-9)
+    assert len(losses(learn)) == num_it
+
+
+def test_a_fit_with_an_lr_finder_of_the_users_has_the_epochs_that_were_asked_for():
+    learn = make_learner(16, n=96, cbs=GradientAccumulation(16))
+    finder = LRFinder(num_it=100, stop_div=False)
+    with quiet(learn): learn.fit(3, cbs=finder)
+    assert learn.n_epoch == 3
+    assert len(losses(learn)) == 18
 
 
 def items_but_in_the_second_batch(learn):
