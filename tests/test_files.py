@@ -18,9 +18,6 @@ def script(): return train(learner())
 def files(): return sorted(o.name for o in Path('models/resume').iterdir())
 
 
-def cut(content): return content[:-100]
-
-
 def flipped(content):
     "With one other bit"
     res = bytearray(content)
@@ -33,15 +30,30 @@ def no_name(content):
     return content.replace(b'data.pkl', b'dat\xff.pkl')
 
 
-@pytest.mark.parametrize('damage', [cut, flipped, no_name])
-def test_a_damaged_file_is_an_error(damage):
-    path = Path('0.pth')
+def write_archive(path):
+    "Writes an archive in an archive, as the state of a process is inside of a file"
     inner = io.BytesIO()
     torch.save([1], inner)
-    torch.save(inner.getvalue(), path)  # as the state of a process is inside of a file
+    torch.save(inner.getvalue(), path)
+
+
+@pytest.mark.parametrize('damage', [flipped, no_name])
+def test_a_damaged_file_is_an_error(damage):
+    path = Path('0.pth')
+    write_archive(path)
     assert read_file(path) == path.read_bytes()
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match='is damaged: .*restart=True'): read_file(path)
+
+
+def test_a_file_whose_end_is_lost_is_damaged():
+    "Also if what is left ends with the inner archive"
+    path = Path('0.pth')
+    write_archive(path)
+    content = path.read_bytes()
+    for n in range(1, len(content), 10):
+        path.write_bytes(content[:n])
+        with pytest.raises(ValueError, match='is damaged'): read_file(path)
 
 
 def test_a_write_that_fails_leaves_the_file_before():

@@ -34,7 +34,10 @@ def read_file(path:Path)->bytes|None:
     if not path.exists(): return None
     content = path.read_bytes()
     with suppress(Exception), zipfile.ZipFile(io.BytesIO(content)) as f:  # a wrong bit may cause any error
-        if f.testzip() is None: return content  # it returns the name of a part whose checksum is wrong
+        # The file holds `rest`, itself an archive. If the end of the file is lost, Python may find that one instead,
+        # which does not begin at the first byte
+        is_whole = f.filelist[0].header_offset == 0
+        if is_whole and f.testzip() is None: return content  # it returns the name of a part whose checksum is wrong
     raise ValueError(f'AutoResume: {path} is damaged: to start over, delete it or pass restart=True')
 
 # %% ../../nbs/resuming/06_files.ipynb #4f77c5f2

@@ -15,7 +15,7 @@ __all__ = ['csv_files', 'wandb_run', 'state_of_loggers', 'restore_loggers', 'res
 # %% ../../nbs/resuming/05_outside.ipynb #beceb6ed
 def csv_files(learn)->list:
     "Returns the file that each `CSVLogger` has opened for this fit"
-    return [cb.file for cb in learn._grab_cbs(CSVLogger)]
+    return [cb.file for cb in learn._grab_cbs(CSVLogger) if cb.run]
 
 def wandb_run():
     "Returns the present run of W&B; None if there is none"
