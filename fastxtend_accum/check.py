@@ -49,26 +49,26 @@ def explain(
     seed:int,
     verbose:bool, # Whether to show a progress bar if it takes long
 )->tuple: # Differences and reasons of an `AccumCheck`
-    """Compares a training in windows with a training on whole batches. If they differ, trains on whole batches a second
-    time: what then differs by itself, such as a time that a callback measures, needs no reason. For all other
-    differences, removes one suspect after another until nothing differs, and puts back each that makes no difference"""
-    run = cache(partial(train, learn, seed=seed))  # if several comparisons need the same training, it runs once
-    def compare(without=(), double=False):
+    """Compares training in windows with training on whole batches. If they differ, trains on whole batches a second
+    time: a difference between these two runs, for example in a time that a callback measures, has nothing to do with
+    windows. For the other differences, looks for reasons among the suspects"""
+    run = cache(partial(train, learn, seed=seed))  # if several comparisons need the same run, it trains once
+    def compare(without, double=False):
         "Returns the distances between training in windows and on whole batches, both without these suspects"
         return distances(run(without, double), run((use_whole_batches, *without), double))
     began = time.perf_counter()
     found = differences(compare)
     if not found: return {},[]
-    whole = run((use_whole_batches,), False)  # from the cache: `compare` has run it
     whole_again = train(learn, (use_whole_batches,), seed=seed)
-    by_itself = distances(whole_again, whole)
-    steady = {name:o for name,o in found.items()
-        if o > 100*by_itself.get(name, math.inf)}
+    without_windows = distances(whole_again, run((use_whole_batches,), False))  # `compare` has made this run
+    # A difference is due to windows if it is far larger with them. A name may be missing in `without_windows`
+    due_to_windows = {name:o for name,o in found.items()
+        if o > 100*without_windows.get(name, math.inf)}
     # The weights become NaN, or something draws random numbers without a seed: then no suspect can be judged
-    if 'weights' in found and 'weights' not in steady: return found,[]
-    suspected = suspects(learn, steady, n).items()
+    if 'weights' in found and 'weights' not in due_to_windows: return found,[]
+    suspected = suspects(learn, due_to_windows, n).items()
     if verbose and time.perf_counter()-began > 2: suspected = progress_bar(suspected, leave=False)
-    return steady,find_reasons(compare, steady, suspected)
+    return due_to_windows,find_reasons(compare, due_to_windows, suspected)
 
 # %% ../nbs/09_check.ipynb #2b4b2dd3
 @patch
@@ -90,7 +90,9 @@ def check_accum(self:Learner,
         if leader_of(self) in (None, *left_out):
             raise ValueError("check_accum compares windows with whole batches, and this Learner has no callback that "
                              "makes windows: pass cbs=GradientAccumulation(...), or add it to the Learner")
-        # Although copies are trained, the originals may change: copies share functions, which have attributes
+        # Only copies are trained, but the originals change, too. `small_learner` removes the user's own callbacks from
+        # a copy, which sets their `learn` to None. And a copy shares functions with the original, such as a loss, and
+        # functions may have attributes
         before = Snapshot(self.model, self.loss_func, *self.cbs)
         try:
             small = small_learner(self, left_out, n_windows, size)

@@ -21,45 +21,46 @@ def distance(a:Tensor, b:Tensor)->float:
     return res.nan_to_num(math.inf).item()
 
 def distances(
-    a:dict, # What one training has left: vectors by name
-    b:dict, # What another training has left
+    a:dict, # What one training run has left: vectors by name
+    b:dict, # What another training run has left
 )->dict:
     "Returns how far `a` is from `b`, for each name that both have"
     return {name:distance(a[name], o) for name,o in b.items() if name in a}
 
 # %% ../../nbs/checking/03_comparison.ipynb #56ca8b7c
-# Distances below these limits count as rounding
+# Distances below these limits count as rounding. The limits come from experience: in float32, rounding makes a few steps
+# of a small network differ by less than 1e-6, but a deep network amplifies it a lot
 _equal = 1e-5  # in float32
-_equal_in_float64 = 1e-6
-_unclear = .3  # in float32, a distance between `_equal` and this may be rounding, because deep networks amplify it
-_equal_if_unclear = 1e-3  # in float32, where no training in float64 decides
-_vanished = .02  # of what the distance was before suspects were removed
+_equal_in_float64 = 1e-6  # much more than rounding in float64, because some code always computes in float32
+_unclear = .3  # a distance in float32 from `_equal` to this one may be rounding, and float64 decides
+_equal_if_unclear = 1e-3  # in float32, if float64 does not decide
+_vanished = .02  # a fraction: a distance that suspects caused has vanished if less than this is left without them
 
 def differences(
     compare:Callable, # `compare(without, double)` trains in both ways, and returns the distances by name
-    without:tuple=(), # For `compare`: suspects to remove before the trainings
+    without:tuple=(), # For `compare`: suspects to remove before it trains
     before:dict={}, # The distances before these suspects were removed
 )->dict:
-    """Returns the distances that do not count as rounding, by name. If float32 leaves a doubt, the trainings are
-    repeated in float64, in which rounding is tiny"""
-    def larger(now, limit):
-        "Returns the distances that are neither below the `limit`, nor `_vanished`"
-        return {name:o for name,o in now.items() if o >= max(limit, before.get(name, 0)*_vanished)}
-    now = compare(without)
-    if not larger(now, _equal): return {}
-    if max(now.values()) < _unclear:
-        try: return larger(compare(without, double=True), _equal_in_float64)
-        except Exception: pass  # it does not train in float64
-    return larger(now, _equal_if_unclear)
+    """Returns the distances that do not count as rounding, by name. If it is unclear in float32 whether they are
+    rounding, trains again in float64, in which rounding is tiny"""
+    def beyond_rounding(distances, limit):
+        "Returns those `distances` that reach the `limit`, and have not `_vanished`"
+        return {name:o for name,o in distances.items() if o >= max(limit, before.get(name, 0)*_vanished)}
+    in_float32 = compare(without)
+    if not beyond_rounding(in_float32, _equal): return {}
+    if max(in_float32.values()) < _unclear:
+        try: return beyond_rounding(compare(without, double=True), _equal_in_float64)
+        except Exception: pass  # the Learner does not train in float64
+    return beyond_rounding(in_float32, _equal_if_unclear)
 
 # %% ../../nbs/checking/03_comparison.ipynb #e5058a61
 def find_reasons(
     compare:Callable, # See `differences`
-    found:dict, # Differences that need a reason, by name
+    found:dict, # Differences that need a reason, by name, as `differences` returns them
     suspected:Iterable, # Name, and a function that lets a Learner train without it; the most likely first
 )->list:
     """Leaves out one suspect after another until nothing differs. Then puts back each suspect that makes no difference,
-    and returns the names of the others: they are the reasons"""
+    and returns the names of those that stay left out: they are the reasons"""
     def names_left(pairs):
         """Returns the names of what still differs without these suspects: an empty set if nothing differs, None if the
         Learner does not train without them"""

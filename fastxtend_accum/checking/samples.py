@@ -18,16 +18,16 @@ __all__ = ['KeptLoader', 'copy_to_read', 'first_samples']
 
 # %% ../../nbs/checking/00_samples.ipynb #9f633510
 class KeptLoader(DataLoader):
-    """A DataLoader that yields samples kept in memory, in batches of `bs`. Callbacks find in it whatever the user's
-    loader has, such as `vocab`"""
+    """A DataLoader that yields samples kept in memory, in batches of `bs`. Callbacks find in it the attributes of the
+    user's loader, such as `vocab`"""
     def __init__(self,
         user_dl, # The loader from which the samples come
         samples:LoaderBatch,
         n:int, # How many of these samples it yields
         bs:int,
     ):
-        # The user's loader takes the place of the data set, because fastai's loaders look up in their data set whatever
-        # attribute they lack
+        # The user's loader stands in place of a data set, although no sample is read from it: fastai's DataLoader looks
+        # up missing attributes in its data set
         super().__init__(user_dl, bs=bs, n=n)
         self.samples = samples
 
@@ -38,8 +38,8 @@ class KeptLoader(DataLoader):
 
 # %% ../../nbs/checking/00_samples.ipynb #bee98357
 def copy_to_read(dl):
-    """Returns a copy of `dl` with the same data set, so that reading it leaves the next epoch as it would be. If `dl`
-    cannot be copied, for example because it holds an iterator, warns and returns `dl`"""
+    """Returns a copy of `dl` with the same data set, so that reading the copy does not change the next epoch of `dl`.
+    If `dl` cannot be copied, for example because it holds an iterator, warns and returns `dl`"""
     dataset = getattr(dl, 'dataset', None)
     left_over = getattr(dl, 'it', None)  # fastai leaves the iterator of an epoch that was not read to its end
     # `deepcopy` takes the copy of an object from this dict, if its id is there: the same data set, and no iterator

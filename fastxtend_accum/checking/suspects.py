@@ -27,13 +27,14 @@ _left_out = {
 _trackers = {'wandb', 'SummaryWriter', 'mlflow', 'log_metric', 'log_metrics', 'neptune', 'comet_ml', 'clearml'}
 
 def is_left_out(cb)->bool:
-    """Returns whether the copies of a Learner train without `cb`. This depends on the names of its class and base
-    classes, and on the names that its methods use"""
+    """Returns whether the copies of a Learner train without `cb`: because its class or a base class is in `_left_out`,
+    or because its methods use an experiment tracker"""
     kind = type(cb)
-    names = {o.__name__ for o in kind.__mro__}
-    used = set()
-    for _,method in inspect.getmembers(kind, inspect.isfunction): used.update(method.__code__.co_names)
-    return bool(names & _left_out or used & _trackers)
+    class_names = {o.__name__ for o in kind.__mro__}
+    used_names = set()
+    for _,method in inspect.getmembers(kind, inspect.isfunction):
+        used_names.update(method.__code__.co_names)  # of modules, functions and attributes in the code of the method
+    return bool(class_names & _left_out or used_names & _trackers)
 
 # %% ../../nbs/checking/02_suspects.ipynb #a53866a8
 def begin_in_evaluation(module, args):
@@ -59,7 +60,7 @@ def without_hooks(learn):
     for p in learn.model.parameters(): p._backward_hooks = None
 
 def mean_square(pred, *targets, **kwargs)->Tensor:
-    """A loss that is a mean over samples, whatever the model returns. It ignores the targets, and any arguments that
+    """A loss that is a mean over samples, whatever the model returns. It ignores the targets, and all arguments that
     callbacks such as MixUp pass to a loss"""
     return sum(o.square().mean() for o in tensors_in(pred) if o.is_floating_point())
 

@@ -22,66 +22,67 @@ from ..callback import WindowCallback,leader_of
 from .samples import KeptLoader,copy_to_read,first_samples
 
 # %% auto #0
-__all__ = ['small_sizes', 'make_small', 'deepcopy_tensor', 'use_float64', 'copy_learner', 'small_learner', 'use_whole_batches',
-           'Seeds', 'numbers_in', 'left_by', 'train']
+__all__ = ['small_sizes', 'make_small', 'deepcopy_tensor', 'copy_learner', 'small_learner', 'use_whole_batches', 'Seeds',
+           'numbers_in', 'kept_by_callbacks', 'left_by', 'train']
 
 # %% ../../nbs/checking/01_trial.ipynb #723a900c
 def small_sizes(learn, size:int)->tuple:
     """Returns the samples in a window and in a loader batch, for a small copy of the user's training that passes `size`
-    samples at a time through the model. A copy has two of what the user's training has several of. For example, if
-    `size` is 3, and the user's loader has bs=32:
+    samples at a time through the model. Where the user's training has several, the copy has two. For example, if `size`
+    is 3, and the user's loader has bs=32:
 
-    - accum_bs=128: a window has several loader batches. Returns (6, 3), so that it has two
+    - accum_bs=128: a window has several loader batches. Returns (6, 3): in the copy, a window has two
     - accum_bs=32: a window is a loader batch. Returns (3, 3)
-    - accum_bs=8: a loader batch has several windows. Returns (3, 6), so that it has two
+    - accum_bs=8: a loader batch has several windows. Returns (3, 6): in the copy, a loader batch has two
 
-    With `micro_batch_size`, the windows and loader batches of the copy are twice as large, because these are split"""
-    # The largest window of the user's training tells which case it is. The length of the user's fit is not known, and
-    # a schedule with `finish=10` raises an error in a fit of fewer than 10 epochs: so this plans an endless fit
-    n_epoch = sys.maxsize
-    plan = leader_of(learn).plan_of(learn.dls.train, 0, n_epoch, n_processes(learn))
-    n_batches,n_pieces = plan.largest  # loader batches in a window; windows in a loader batch
+    With `micro_batch_size`, each loader batch or window is split, so both numbers are twice as large"""
+    # The length of the user's fit is not known, and a schedule with `finish=10` raises an error in a fit of fewer than
+    # 10 epochs. So this is the plan of the first epoch in an endless fit
+    plan = leader_of(learn).plan_of(learn.dls.train, 0, sys.maxsize, n_processes(learn))
     if any(o.micro_batch_size for o in learn._grab_cbs(WindowCallback)): size *= 2
-    return size*min(n_batches, 2), size*min(n_pieces, 2)
+    # `plan.largest` says how the largest window of the user's training is made up
+    return (
+        size*min(plan.largest.n_batches, 2),  # samples in a window
+        size*min(plan.largest.n_pieces, 2))  # samples in a loader batch
 
 def make_small(cb:WindowCallback, size:int, window:int):
-    """Gives `cb` settings with which it does to small batches what it does to the user's batches. A schedule keeps one
-    size, and an incomplete window at the end of an epoch makes a step"""
-    # The settings of all callbacks of this package: each callback reads only the settings of its own class. They are
-    # not set by `setattr`, because fastai then warns about a name that the model has, too
+    """Gives `cb` settings with which it does to small batches what it does to the user's batches. An incomplete window
+    at the end of an epoch makes a step"""
+    # These are the settings of several classes: each callback ignores the settings that its class does not know
     vars(cb).update(
+        accum_bs=window,
+        remainder='step',
         micro_batch_size=size if cb.micro_batch_size else None,
-        accum_bs=window, start_accum_bs=window, final_accum_bs=window, start=0., finish=0., schedule=None,
-        adapt=False,  # so that ActivationCheckpointing recomputes all blocks
-        remainder='step')
+        # A schedule keeps one size
+        final_accum_bs=window,
+        start=0.,
+        finish=0.,
+        schedule=None,
+        adapt=False)  # ActivationCheckpointing recomputes all blocks
 
 # %% ../../nbs/checking/01_trial.ipynb #4ed5de6e
 _deepcopy = Tensor.__deepcopy__
 
 def deepcopy_tensor(t:Tensor, memo:dict)->Tensor:
-    "Copies any tensor, also the result of a computation with a graph, which PyTorch refuses to copy"
+    "Takes the place of `Tensor.__deepcopy__`, which refuses to copy a result that has a graph: copies it without"
     return _deepcopy(t.detach() if t.grad_fn else t, memo)
-
-def use_float64(objects:Iterable):
-    "Makes those of the objects that are tensors of floating-point numbers float64, in place"
-    for o in objects:
-        if isinstance(o, Tensor) and o.is_floating_point(): restore_value(o, o.double())
 
 def copy_learner(
     learn,
     shared:Iterable=(), # Objects that the copy shares with `learn`
     double:bool=False, # Whether the tensors of the copy are in float64
 )->Learner:
-    """Returns a copy of `learn` that has its own tensors and other objects, apart from the `shared` ones. Raises the
-    error of an object that cannot be copied"""
-    # The copy of each object by the id of the original. `deepcopy` enters each copy that it makes, and makes none of an
+    """Returns a copy of `learn` that has its own tensors and other objects, apart from the `shared` objects. If an
+    object cannot be copied, raises its error"""
+    # Python's `deepcopy` keeps the copy of each object in this dict, under the id of the original, and does not copy an
     # object that is there already. So each shared object is entered as its own copy
     memo = {id(o):o for o in shared}
     with override_attr(Tensor, '__deepcopy__', deepcopy_tensor):
         res = deepcopy(learn, memo)
     for p in learn.model.parameters():
         memo[id(p)]._backward_hooks = p._backward_hooks  # `deepcopy` leaves out the hooks of a parameter
-    if double: use_float64(memo.values())  # all tensors that the copy reaches, whatever holds them
+    for o in memo.values():  # the copies of all objects
+        if double and isinstance(o, Tensor) and o.is_floating_point(): restore_value(o, o.double())
     return res
 
 # %% ../../nbs/checking/01_trial.ipynb #ada52078
@@ -95,10 +96,11 @@ def small_learner(
     train_dl = learn.dls.train
     window,bs = small_sizes(learn, size)
     n = n_windows*window
-    # An incomplete window, too, unless the loader drops it: with a sample less, the last batch is smaller
+    # With one sample less, the last batch and the last window of an epoch are incomplete. Not if the loader drops them
     if n > 1 and not drops_last(train_dl): n -= 1
     samples = first_samples(copy_to_read(train_dl), n)
-    res = copy_learner(learn, [*left_out, *learn.dls.loaders])  # these may hold what cannot be copied
+    res = copy_learner(learn, [*left_out, *learn.dls.loaders])  # shared, because they may hold what cannot be copied
+    # These are the user's own callbacks: fastai sets their `learn` to None here. `check_accum` restores it
     res.remove_cbs(left_out)
     res.dls.loaders = [
         KeptLoader(train_dl, samples, n, bs),
@@ -113,7 +115,7 @@ def use_whole_batches(learn):
 
 # %% ../../nbs/checking/01_trial.ipynb #c9e606c0
 class Seeds(Callback):
-    "Sets a seed for each step, so that both ways of training draw the same random numbers, for the same samples"
+    "Sets a seed for each step, so that both ways of training draw the same random numbers for the same samples"
     order = -1000  # before all others
 
     def before_step(self):
@@ -127,50 +129,57 @@ class Seeds(Callback):
     def after_batch(self): self.learn.loss = self.loss.float()  # fastai's Recorder cannot average float64
 
 # %% ../../nbs/checking/01_trial.ipynb #bb7d49be
-# What a training leaves behind
+# What a training run leaves behind
 
 def numbers_in(o)->Tensor:
-    """Returns all numbers in `o`, a module or nested lists and mappings, as one vector in float64. For example, of
-    ['text', (3, tensor([1, 2]))] it returns tensor([3, 1, 2])"""
+    """Returns the Python numbers and the tensors in `o`, as one vector in float64. `o` is a module, or consists of
+    nested lists and mappings. For example, ['text', (3, tensor([1, 2]))] gives tensor([3, 1, 2])"""
     if isinstance(o, nn.Module): o = o.state_dict()
     numbers = [torch.as_tensor(leaf).detach().flatten().cpu().double()
         for leaf in leaves_in(o) if isinstance(leaf, (Real,Tensor))]
     return torch.cat([torch.zeros(0), *numbers])  # the zeros, because `cat` needs at least one tensor
 
 # %% ../../nbs/checking/01_trial.ipynb #bb7d49bf
+def kept_by_callbacks(learn)->dict:
+    """Returns the attributes of the user's callbacks by name, such as 'Center.n'. The name of a tensor includes its
+    shape, as in 'Center.mean [10]'. A tensor may hold something of the last batch, which has more samples in one of two
+    training runs: then the names differ, so that these tensors are not compared"""
+    res = {}
+    for cb in learn.cbs:
+        kind = type(cb)
+        if kind.__module__.startswith(('fastai.', 'fastxtend_accum.')): continue
+        for name,value in vars(cb).items():
+            if isinstance(value, Tensor): name += f' {list(value.shape)}'
+            res[f'{kind.__name__}.{name}'] = value
+    return res
+
 def left_by(learn)->dict:
-    """Returns what a training has left in `learn` beside the weights, as vectors by name: logs, buffers, parameters
+    """Returns what a training run has left in `learn` beside the weights, as vectors by name: logs, buffers, parameters
     outside of the model, and the attributes of the user's callbacks"""
     res = defaultdict(list)
     rec = learn.recorder
     res['logged losses'] = rec.losses
     # `rec.values` has a row for each epoch, and `zip` turns them into a column for each metric. The first name is
     # 'epoch', which has no column
-    res |= zip(rec.metric_names[1:], zip(*rec.values))
+    columns = zip(*rec.values)
+    res |= zip(rec.metric_names[1:], columns)
     for m in learn.model.modules():
         res[f'buffers of {type(m).__name__}'] += m.buffers(recurse=False)
     res['parameters of the loss or of other optimizers'] = extra_params(learn)
-    for cb in learn.cbs:
-        kind = type(cb)
-        if kind.__module__.startswith(('fastai.', 'fastxtend_accum.')): continue
-        for name,value in vars(cb).items():
-            # A tensor may hold something of the last batch, which has more samples in one of the trainings. So the name
-            # of a tensor includes its shape, as in 'center [10]': only what has the same name is compared
-            if isinstance(value, Tensor): name += f' {list(value.shape)}'
-            res[f'{kind.__name__}.{name}'] = value
+    res |= kept_by_callbacks(learn)
     # A loss or a metric may be NaN in both ways of training
     return {name:numbers_in(values).nan_to_num() for name,values in res.items()}
 
 # %% ../../nbs/checking/01_trial.ipynb #3f71d0de
 def train(
     learn,
-    changes:tuple=(), # Functions that change the copy before it trains, for example by removing a suspect
+    changes:tuple=(), # Functions of the copy that change it before it trains: for example, one removes a suspect
     double:bool=False, # In float64
     seed:int=42,
 )->dict:
-    """Trains a copy of `learn` for two epochs. Returns what the training leaves, as vectors by name: the changes of the
-    weights, and all that `left_by` returns. Discards what the copy prints, warnings, and the files that it writes into
-    the current folder"""
+    """Trains a copy of `learn` for two epochs. Returns what the run leaves, as vectors by name: the changes of the
+    weights, and everything that `left_by` returns. Discards printed lines, warnings, and the files that the copy writes
+    into the current folder"""
     user_loaders = [dl.dataset for dl in learn.dls.loaders]  # see KeptLoader. All copies share them
     learn = copy_learner(learn, user_loaders, double)
     learn.model = inner_model(learn.model)  # a copy trains in one process
