@@ -34,7 +34,7 @@ def write_archive(path):
     "Writes an archive in an archive, as the state of a process is inside of a file"
     inner = io.BytesIO()
     torch.save([1], inner)
-    torch.save(inner.getvalue(), path)
+    torch.save(inner.getvalue(), path, pickle_protocol=4)  # which writes bytes as they are
 
 
 @pytest.mark.parametrize('damage', [flipped, no_name])
