@@ -76,7 +76,7 @@ def forward_backward(
     # In `after_loss`, callbacks may replace predictions, targets and loss. Keep those of the loss function
     args = learn.pred,*learn.yb
     counted_by_loss = compute_loss_and_count(learn, rows)
-    computed_loss = vars(learn).get('loss_grad')  # None if there are no targets, and so no loss yet
+    computed_loss = vars(learn).get('loss_grad')  # without targets, None or an earlier loss
     fit.send('after_loss')
     # fastai asks here, too: a callback may have set the targets in `after_loss`
     if not learn.training or not len(learn.yb):

@@ -35,8 +35,7 @@ def drops_last(dl)->bool:
 
 def is_distributed(dl)->bool:
     "Returns whether `dl` is a `DistributedDL`, by which fastai splits the samples among processes"
-    distributed = sys.modules.get('fastai.distributed')  # importing it needs accelerate
-    return distributed is not None and isinstance(dl, distributed.DistributedDL)
+    return isinstance_str(dl, 'DistributedDL')  # by its name, since importing the class needs accelerate
 
 def length_of(o, name:str)->int|None:
     "Returns the length of an attribute of `o`; None if it has no such attribute, or if the attribute has no length"
@@ -44,14 +43,14 @@ def length_of(o, name:str)->int|None:
     except (AttributeError, TypeError): return None
 
 def dataset_size(dl)->int|None:
-    """Returns the samples that `dl` draws in an epoch, in this process: fewer or more than its data set has, if a
-    sampler says so. None if that is not known"""
+    """Returns the samples that `dl` draws in an epoch, in this process. These may be fewer or more than its data set
+    has, if it has a sampler. None if the number is not known"""
     if is_distributed(dl):
         n = dataset_size(dl.dl)
         return None if n is None else math.ceil(n/dl.world_size)
-    # An iterable one may yield more or fewer than its length
+    # An iterable data set may yield more or fewer samples than its length
     if isinstance(getattr(dl, 'dataset', None), IterableDataset): return None
-    # The first one that exists: what draws a part of the data set comes before the whole
+    # The first of these that exists is returned. What draws a part of the data set comes before the whole
     sizes = [
         getattr(dl, 'partial_n', None),  # of fastai's PartialDL, which also has an `n`
         getattr(dl, 'n', None),  # of fastai's loaders
@@ -96,16 +95,19 @@ def loader_info(
     bs = loader_bs(dl)
     if bs is None:
         n_planned = n_batches*batch_size if batch_size else n_batches
-        return LoaderInfo(batch_size, False, n_planned, False)
+        return LoaderInfo(batch_size, states_batch_size=False, n_planned=n_planned, has_exact_length=False)
     n_samples = dataset_size(dl)
-    if n_samples is None: return LoaderInfo(bs, True, n_batches*bs, False)
-    n_full = n_samples//bs
-    if is_distributed(dl) and dl.drop_last: n_batches = n_full  # its length also counts the incomplete batch
+    if n_samples is None:
+        return LoaderInfo(bs, states_batch_size=True, n_planned=n_batches*bs, has_exact_length=False)
+    # The comments are for 20 samples in batches of 8
+    n_full = n_samples//bs  # 2
+    n_all = math.ceil(n_samples/bs)  # 3, with the incomplete batch
+    if is_distributed(dl) and dl.drop_last: n_batches = n_full  # its length is 3, although it drops a batch
     # `drop_last` is not asked, because samplers and wrappers need not have it
-    is_exact = n_batches in (n_full, math.ceil(n_samples/bs))
+    is_exact = n_batches in (n_full, n_all)
     n_planned = n_batches*bs
-    if is_exact: n_planned = min(n_planned, n_samples)  # the last batch may be smaller: 20, not 24
-    return LoaderInfo(bs, True, n_planned, is_exact)
+    if is_exact: n_planned = min(n_planned, n_samples)  # 3 batches have 20 samples, not 24
+    return LoaderInfo(bs, states_batch_size=True, n_planned=n_planned, has_exact_length=is_exact)
 
 # %% ../../nbs/windows/08_loader.ipynb #3ce99625
 remainders = 'step','carry','drop'  # what happens to batches at the end of an epoch that do not fill a window
