@@ -93,8 +93,8 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
         adapt:bool=True, # Whether to recompute only as many blocks as memory requires; False: all blocks
     ):
         store_attr()
-        self.found = []  # blocks
-        self.groups = {}  # each nn.Sequential around them, and its grouped form
+        self.found = []  # the blocks of the model
+        self.groups = {}  # {each nn.Sequential around blocks: its grouped form}
         self.n_recomputed = 0  # blocks that are recomputed: the first ones of `found`
         self.read_settings()
 
@@ -129,8 +129,8 @@ def context(self:ActivationCheckpointing, loop):
     contexts = [override_attr(o, 'use_cache', False) for o in configs_with_cache(loop.learn.model)]
     # Some blocks are groups of layers. Only the grouped form of the nn.Sequential around them calls a group as a module
     contexts += [override_attr(m, 'forward', group.forward) for m,group in self.groups.items()]
-    # An nn.Sequential with a grouped form may be a block itself. Then it has two contexts. The one below is entered
-    # last, so it prevails: the nn.Sequential is recomputed as a whole, and not by its groups
+    # After the groups, because an nn.Sequential with a grouped form may be a block itself: the context that is entered
+    # last prevails, so it runs again as a whole, and not by its groups
     contexts += [override_attr(m, 'forward', self.forward_of_block(m)) for m in self.found[:self.n_recomputed]]
     return ContextManagers(contexts)
 

@@ -47,7 +47,7 @@ def joined(group:list)->nn.Module:
 # %% ../../nbs/memory/06_blocks.ipynb #8030ce3f
 def find_blocks(model)->tuple[list,dict]:
     """Returns a list of the blocks of `model`, none inside another, such as the layers of a Transformer; and a dict
-    {each `nn.Sequential` in `model`: its grouped form}"""
+    {each nn.Sequential around blocks: its grouped form}"""
     groups = {}
     blocks = blocks_in(model, groups)
     return uniqueify(blocks),groups

@@ -57,9 +57,9 @@ def attribute_dicts(o)->list[dict]:
     return res
 
 def is_copied(o)->bool:
-    """Returns whether a Snapshot copies `o`, an attribute or a buffer: a tensor, since code may change it in place. It
-    copies no tensor that is trained or has a graph, none that is sparse, and none of a lazy layer, which has no shape
-    yet"""
+    """Returns whether a Snapshot copies `o`, an attribute or a buffer. It copies tensors, because code may change them
+    in place. It leaves out tensors that are trained or have a graph, sparse tensors, and tensors of lazy layers, which
+    have no shape yet"""
     if not isinstance(o, Tensor) or is_lazy(o): return False
     return not o.requires_grad and o.layout == torch.strided
 
