@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from fastai.basics import *
 from fastai.callback.all import *
 from sklearn.datasets import load_digits
+from torch.nn.utils import parameters_to_vector
 
 from .memory.override import override_attr
 from .accumulation import GradientAccumulation
@@ -23,14 +24,17 @@ __all__ = ['linear_learner', 'Counts', 'train', 'demo_runs', 'run_demo', 'result
 
 # %% ../nbs/07_demo.ipynb #25d42ae1
 def linear_learner(bs:int, cbs=None, seed:int=42)->Learner:
-    "Returns a Learner with a linear model and SGD; its 200 inputs have the variances 1, 1/2, 1/3 and so on"
+    """Returns a Learner with a linear model and SGD. The 200 inputs have the variances 1, 1/2, 1/3 and so on, and the
+    target is their sum. There are 4096 samples for validation, and 32768 for training. Only the targets for training
+    are noisy, so that a perfect model has a validation loss of 0"""
     set_seed(seed)
-    inputs = torch.randn(4096+32768, 200)*torch.arange(1, 201)**-.5
+    n_valid = 4096
+    inputs = torch.randn(n_valid+32768, 200)*torch.arange(1, 201)**-.5
     targets = inputs.sum(1, keepdim=True)
-    targets[4096:] += torch.randn(32768, 1)
+    targets[n_valid:] += torch.randn(32768, 1)
     samples = [*zip(inputs, targets)]
-    valid = DataLoader(samples[:4096], bs=4096)
-    train = DataLoader(samples[4096:], bs=bs, shuffle=True)
+    valid = DataLoader(samples[:n_valid], bs=n_valid)
+    train = DataLoader(samples[n_valid:], bs=bs, shuffle=True)
     model = nn.Linear(200, 1, bias=False)
     return Learner(DataLoaders(train, valid), model, MSELossFlat(), opt_func=SGD, cbs=cbs)
 
@@ -52,20 +56,23 @@ def train(
     n_epoch=1,
     seed=42,
 )->Learner:
-    "Returns a trained Learner; its `counts.n` also holds the validation loss and the CPU time of the fit"
+    "Returns a trained Learner. Its `counts.n` also holds the CPU time of the fit and the last validation loss"
     learn = make_learner(bs, [Counts(), *L(cb)], seed)
     start = time.process_time()
     with learn.no_bar(), learn.no_logging():
         learn.fit_flat_cos(n_epoch, lr, pct_start=pct_start)
-    figures = learn.counts.n
-    figures['seconds'] = time.process_time()-start
-    figures['validation loss'] = learn.recorder.values[-1][1]
+    counts = learn.counts.n
+    counts['seconds'] = time.process_time()-start
+    counts['validation loss'] = learn.recorder.values[-1][1]
     return learn
 
 # %% ../nbs/07_demo.ipynb #5274f0ae
 def demo_runs()->dict:
-    "Returns functions, each of which trains a Learner"
-    def run(*args): return partial(train, linear_learner, *args)
+    """Returns functions by name, each of which trains a Learner and returns it
+
+    The values of `lr` and `pct_start` are the best for each run on a grid with steps of .05, as the page "Evidence"
+    explains. Batches of 123 take about as many steps as the batch that grows from 32 to 512"""
+    def run(bs, lr, pct_start, cb=None): return partial(train, linear_learner, bs, lr, pct_start, cb)
     return {
         'batches of 32': run(32, .5, 0.),
         'batches of 64': run(64, .95, 0.),
@@ -75,13 +82,14 @@ def demo_runs()->dict:
         '16 x 32': run(32, .95, .95, GradientAccumulation(512))}
 
 def run_demo()->dict:
+    "Returns a trained Learner for each run, by name"
     return {name:run() for name,run in demo_runs().items()}
 
 # %% ../nbs/07_demo.ipynb #621ccb14
 def results(learners:dict)->pd.DataFrame:
-    "Returns the counts of each run, CPU seconds and validation loss"
-    figures = {name:learn.counts.n for name,learn in learners.items()}
-    return pd.DataFrame.from_dict(figures, 'index').round(4)
+    "Returns a table with a row for each run: forward passes, optimizer steps, CPU seconds and validation loss"
+    counts = {name:learn.counts.n for name,learn in learners.items()}
+    return pd.DataFrame.from_dict(counts, 'index').round(4)
 
 # %% ../nbs/07_demo.ipynb #167a7081
 def plot_results(learners:dict)->plt.Figure:
@@ -91,19 +99,23 @@ def plot_results(learners:dict)->plt.Figure:
     x = 'optimizer steps'
     y = 'validation loss'
     table = results(learners)
-    table[:4].plot(x, y, ax=losses, loglog=True, style='o-', color='#E69F00', label='constant: 512, 123, 64 and 32')
-    table[4:5].plot(x, y, ax=losses, ylabel=y, style='*', ms=14, color='#0072B2', label='growing from 32 to 512')
+    constant = table.filter(like='batches of', axis='index')
+    constant.plot(
+        x, y, ax=losses, loglog=True, style='o-', color='#E69F00',
+        label='constant: 512, 123, 64 and 32')  # from left to right: the largest batch takes the fewest steps
+    table.loc[['32 to 512']].plot(
+        x, y, ax=losses, ylabel=y, style='*', ms=14, color='#0072B2', label='growing from 32 to 512')
     return fig
 
 # %% ../nbs/07_demo.ipynb #8e76a7b2
 def weight_difference(a:Learner, b:Learner)->float:
-    "Returns the largest difference between two Learners' weights"
-    pairs = zip(a.model.parameters(), b.model.parameters(), strict=True)
-    return max((p-q).abs().max().item() for p,q in pairs)
+    "Returns the largest difference between a weight of `a` and the same weight of `b`"
+    difference = parameters_to_vector(a.model.parameters())-parameters_to_vector(b.model.parameters())
+    return difference.abs().max().item()
 
 # %% ../nbs/07_demo.ipynb #7df90b19
 def main():
-    "Runs the demo, prints its table and saves its picture as accumulation.png"
+    "Runs the demo, prints its table and saves its plot as accumulation.png"
     torch.set_num_threads(1)  # on such a small model, more threads only wait for each other
     learners = run_demo()
     print(results(learners).to_string())
@@ -111,7 +123,7 @@ def main():
     print(f'Largest difference of a weight between 16 x 32 and batches of 512: {off:.0e}')
     print('This is one seed. The page "Evidence" has ten, and shows where a growing batch is of no use.')
     plot_results(learners).savefig('accumulation.png', dpi=150)
-    print('The picture accumulation.png shows batch sizes and losses.')
+    print('The plot in accumulation.png shows batch sizes and losses.')
 
 # %% ../nbs/07_demo.ipynb #71b15bdb
 def digits_dls(bs:int, seed:int=42)->DataLoaders:
@@ -148,21 +160,21 @@ class Activations(Callback):
     def __init__(self, limit:float=math.inf):
         self.limit = limit
         self.mb = 0
-        self.kept = {}  # MB of each tensor's memory, by its address; 0 for weights
-        self.in_fit = ExitStack()
+        self.in_fit = ExitStack()  # restores `model.forward` when it is closed
 
-    def before_train(self):
-        self.in_fit.close()  # of the epoch before, or of a fit that was interrupted
-        model = getattr(self.model, 'module', self.model)  # without its DDP wrapper: some passes leave that out
-        measured = partial(self.measured, model.forward)
-        self.in_fit.enter_context(override_attr(model, 'forward', measured))
+    def before_fit(self):
+        "Replaces `forward` of the model by `measured`. DDP has not wrapped the model yet"
+        self.in_fit.close()  # if the last fit was interrupted
+        measured = partial(self.measured, self.model.forward)
+        self.in_fit.enter_context(override_attr(self.model, 'forward', measured))
 
     def after_fit(self):
         self.in_fit.close()
 
     def measured(self, forward:Callable, *args, **kwargs):
-        "Returns what `forward` returns, and measures what it keeps: in validation, nothing"
-        # The backward pass needs the weights, too, but these are in memory anyway
+        "Returns what `forward` returns, and measures what it keeps. In validation, it keeps nothing"
+        # MB of each tensor's memory, by its address. The backward pass needs the weights, too, but they are in memory
+        # anyway, so they count as 0
         self.kept = {p.untyped_storage().data_ptr():0 for p in self.model.parameters()}
         # PyTorch calls `keep` for each tensor that the backward pass needs. An error there would be hidden, so PyTorch
         # also calls `check`, before each layer
@@ -182,5 +194,5 @@ class Activations(Callback):
 
     def check(self, *args):
         "Raises an error if the pass has kept more than the limit"
-        if sum(self.kept.values()) <= self.limit: return
-        raise torch.OutOfMemoryError(f'out of memory: more than {self.limit} MB of activations')
+        if sum(self.kept.values()) > self.limit:
+            raise torch.OutOfMemoryError(f'out of memory: more than {self.limit} MB of activations')
