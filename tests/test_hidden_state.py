@@ -213,6 +213,14 @@ def test_a_text_classifier_carries_none():
     assert state_owners(nn.Sequential(encoder, nn.Linear(8, VOCAB))) == [encoder]
 
 
+class OwnLSTM(AWD_LSTM): pass
+
+
+def test_a_class_that_derives_from_an_awd_lstm_carries_a_state():
+    encoder = OwnLSTM(VOCAB, **SIZES)
+    assert state_owners(nn.Sequential(encoder, nn.Linear(8, VOCAB))) == [encoder]
+
+
 class Stream(nn.Module):
     "Continues from a state of its own"
     def __init__(self):

@@ -24,9 +24,8 @@ def state_owners(module)->list[nn.Module]:
     another kind"""
     modules = list(module.modules())
     # Classes by their names, because importing them takes seconds
-    names = [type(m).__name__ for m in modules]
-    if 'SentenceEncoder' in names: return []
-    owners = [m for m in modules if type(m).__name__ == 'AWD_LSTM']
+    if any(isinstance_str(m, 'SentenceEncoder') for m in modules): return []
+    owners = [m for m in modules if isinstance_str(m, 'AWD_LSTM')]
     if owners or not hasattr(module, 'reset'): return owners
     raise ValueError(f"{type(module).__name__} carries its state from batch to batch (it has a `reset`), so a batch "
                      "cannot be split: use a smaller bs, and no micro-batches")

@@ -21,7 +21,7 @@ __all__ = ['is_sharded', 'inner_model', 'group_of', 'n_processes', 'reduce_numbe
 # %% ../../nbs/windows/07_processes.ipynb #2b7db68b
 def is_sharded(model)->bool:
     "Returns whether `model` is sharded by FSDP 1 or FSDP 2, by the names of its classes: importing them takes a second"
-    return isinstance_str(model, ('FullyShardedDataParallel','FSDPModule'))
+    return isinstance_str(model, 'FullyShardedDataParallel') or isinstance_str(model, 'FSDPModule')
 
 def inner_model(model)->nn.Module:
     "Returns the model inside DistributedDataParallel (DDP), whose forward pass waits for no other process"
