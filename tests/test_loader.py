@@ -112,6 +112,7 @@ def test_a_batch_size_is_taken_from_the_callback_only_if_the_loader_states_none(
     (159, 64, 2, 1, 128),
     (160, 64, 3, 1, 192),  # as near to two as to three: the larger one
     (48, 64, 1, 1, 64),  # as near to one piece as to two: the larger one
+    (48-1e-9, 64, 1, 1, 64),  # also after a rounding error
     (42, 64, 1, 2, 32),
     (5, 64, 1, 13, 4),
     (1, 64, 1, 64, 1),

@@ -271,6 +271,15 @@ def test_lr_find_is_that_of_the_large_batch(kind, n=100, drop_last=False):
     assert_same_weights(small, model())
 
 
+def test_lr_find_tries_a_rate_for_each_window_even_if_loader_batches_are_logged():
+    "20 rates for 20 steps, as if windows were logged"
+    accum = GradientAccumulation(32, log_accum_batch=False)
+    learn = make_learner(8, n=96, cbs=accum)
+    find_rate(learn, 20, stop_div=False)
+    assert len(losses(learn)) == 20
+    assert accum.opt_steps == 20
+
+
 @pytest.mark.parametrize('n, bs, accum_bs, num_it, remainder', [
     (44, 8, 16, 20, 'step'),  # fewer loader batches than iterations
     (88, 2, 32, 20, 'carry'),  # more
