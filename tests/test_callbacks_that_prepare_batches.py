@@ -87,6 +87,13 @@ def test_targets_and_losses_that_come_in_after_loss_train_as_with_the_large_batc
         assert_same(losses(learn), losses(big), FLOAT32)
 
 
+@pytest.mark.parametrize('who', ['callback', 'inputs'])
+def test_in_a_window_of_one_micro_batch_a_loss_that_is_replaced_has_no_weight_and_no_warning(who):
+    learn = WHO_HAS_THE_LOSS[who](32, [GradientAccumulation(32)])
+    assert warnings_of(learn, 2, .1) == []
+    assert_same_weights(learn, fit_large(who))
+
+
 # Late callbacks, which see the first loader batch of a window only
 
 class RestoresInputs(Callback):
