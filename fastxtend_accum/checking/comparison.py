@@ -43,9 +43,9 @@ def differences(
 )->dict:
     """Returns the distances that do not count as rounding, by name. If it is unclear in float32 whether they are
     rounding, trains again in float64, in which rounding is tiny"""
-    def beyond_rounding(distances, limit):
-        "Returns those `distances` that reach the `limit`, and have not `_vanished`"
-        return {name:o for name,o in distances.items() if o >= max(limit, before.get(name, 0)*_vanished)}
+    def beyond_rounding(measured, limit):
+        "Returns the `measured` distances that reach the `limit`, and have not `_vanished`"
+        return {name:o for name,o in measured.items() if o >= max(limit, before.get(name, 0)*_vanished)}
     in_float32 = compare(without)
     if not beyond_rounding(in_float32, _equal): return {}
     if max(in_float32.values()) < _unclear:

@@ -53,18 +53,20 @@ def make_small(cb:WindowCallback, size:int, window:int):
         accum_bs=window,
         remainder='step',
         micro_batch_size=size if cb.micro_batch_size else None,
-        # A schedule keeps one size
+        # With these, a schedule keeps one size
         final_accum_bs=window,
         start=0.,
         finish=0.,
         schedule=None,
-        adapt=False)  # ActivationCheckpointing recomputes all blocks
+        # With this, ActivationCheckpointing recomputes all blocks
+        adapt=False)
 
 # %% ../../nbs/checking/01_trial.ipynb #4ed5de6e
 _deepcopy = Tensor.__deepcopy__
 
 def deepcopy_tensor(t:Tensor, memo:dict)->Tensor:
-    "Takes the place of `Tensor.__deepcopy__`, which refuses to copy a result that has a graph: copies it without"
+    """Copies a tensor, in place of `Tensor.__deepcopy__`. That method refuses to copy the result of a computation that
+    has a graph. Here, the copy has no graph"""
     return _deepcopy(t.detach() if t.grad_fn else t, memo)
 
 def copy_learner(
@@ -77,7 +79,7 @@ def copy_learner(
     # Python's `deepcopy` keeps the copy of each object in this dict, under the id of the original, and does not copy an
     # object that is there already. So each shared object is entered as its own copy
     memo = {id(o):o for o in shared}
-    with override_attr(Tensor, '__deepcopy__', deepcopy_tensor):
+    with override_attr(Tensor, '__deepcopy__', deepcopy_tensor):  # for the tensors that the Learner holds, wherever
         res = deepcopy(learn, memo)
     for p in learn.model.parameters():
         memo[id(p)]._backward_hooks = p._backward_hooks  # `deepcopy` leaves out the hooks of a parameter
@@ -96,7 +98,8 @@ def small_learner(
     train_dl = learn.dls.train
     window,bs = small_sizes(learn, size)
     n = n_windows*window
-    # With one sample less, the last batch and the last window of an epoch are incomplete. Not if the loader drops them
+    # With one sample less, the last batch and the last window of an epoch are incomplete. But some loaders drop such a
+    # batch
     if n > 1 and not drops_last(train_dl): n -= 1
     samples = first_samples(copy_to_read(train_dl), n)
     res = copy_learner(learn, [*left_out, *learn.dls.loaders])  # shared, because they may hold what cannot be copied

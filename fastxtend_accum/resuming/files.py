@@ -34,10 +34,9 @@ def read_file(path:Path)->bytes|None:
     if not path.exists(): return None
     content = path.read_bytes()
     with suppress(Exception), zipfile.ZipFile(io.BytesIO(content)) as f:  # a wrong bit may cause any error
-        # The file holds `rest`, itself an archive. If the end of the file is lost, Python may find that one instead,
-        # which does not begin at the first byte
-        is_whole = f.filelist[0].header_offset == 0
-        if is_whole and f.testzip() is None: return content  # it returns the name of a part whose checksum is wrong
+        # The archive contains another one, `rest`. If the end of the file is lost, Python may find the inner archive,
+        # which does not begin at the first byte. `testzip` returns the name of a part whose checksum is wrong
+        if f.filelist[0].header_offset == 0 and f.testzip() is None: return content
     raise ValueError(f'AutoResume: {path} is damaged: to start over, delete it or pass restart=True')
 
 # %% ../../nbs/resuming/06_files.ipynb #4f77c5f2
@@ -97,7 +96,7 @@ def remove_files_at_exit():
 
     After an error in an earlier cell of a notebook, later errors cannot be seen: then the files are removed"""
     for folder in folders.values():
-        is_done = folder.had_error == has_error()  # if the last fit has not ended, `had_error` is None
-        if is_done and folder.lock.is_locked:  # by process 0, which alone writes files
+        # If the last fit has not ended, `had_error` is None. Only process 0 has locked the folder, and writes files
+        if folder.had_error == has_error() and folder.lock.is_locked:
             # Other files stay: the lock, for which another process may wait, and models that the user has saved here
             for path in folder.path.glob('[0-9]*.pth'): path.unlink()
