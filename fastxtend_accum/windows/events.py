@@ -86,17 +86,25 @@ def prepares(cb)->bool:
     return cb.order < Recorder.order
 
 @patch
-def to_preparing(self:Events, event:str):
-    """Sends `event` only to the callbacks that prepare batches. They get it for each loader batch of a window. A
-    callback without `before_batch` prepares nothing. It is a logger, and a window is one batch to it"""
-    for cb in self.having(event):
-        if prepares(cb) and cb in self.table['before_batch']: cb(event)
+def before_batch_to_preparing(self:Events):
+    "Sends `before_batch` only to the callbacks that prepare batches: they get it for each loader batch of a window"
+    for cb in self.having('before_batch'):
+        if prepares(cb): cb('before_batch')
 
 @patch
 def before_batch_to_others(self:Events):
     "Sends `before_batch` only to the callbacks that do not prepare batches. A window may be one batch to them"
     for cb in self.having('before_batch'):
         if not prepares(cb): cb('before_batch')
+
+@patch
+def end_batch_for_preparing(self:Events):
+    """Ends a batch that is not the last one of its window, for the callbacks that prepare each batch and clean up after
+    it, since they have `before_batch` and `after_batch`. The batch has no step of its own, so these callbacks get the
+    events of a cancelled batch, as beside fastai's own GradientAccumulation, which cancels such batches"""
+    cleaning = [cb for cb in self.having('after_batch') if prepares(cb) and cb in self.table['before_batch']]
+    for event in ('after_cancel_batch','after_batch'):
+        for cb in cleaning: cb(event)
 
 # %% ../../nbs/windows/09_events.ipynb #e5f4d17b
 def autocast_depth()->int:

@@ -11,14 +11,18 @@ from contextlib import ExitStack
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['running_callbacks', 'Loggers']
+__all__ = ['running_callbacks', 'class_names', 'Loggers']
 
 # %% ../../nbs/windows/10_loggers.ipynb #d9b20fbc
 def running_callbacks(learn, name:str)->list:
-    """Returns the callbacks of `learn` that run and have a class of this name, which need not be imported
-    for this. Returns an empty list if `learn` is None"""
+    """Returns the callbacks of `learn` that run and are of the class with this full name, whose module need not be
+    imported for this. Returns an empty list if `learn` is None"""
     if learn is None: return []
-    return [cb for cb in learn.cbs if cb.run and isinstance_str(cb, name)]
+    return [cb for cb in learn.cbs if cb.run and name in class_names(cb)]
+
+def class_names(o)->list:
+    "Returns the full names of the class of `o` and of its bases, such as 'fastai.learner.Recorder'"
+    return [f'{kind.__module__}.{kind.__name__}' for kind in type(o).__mro__]
 
 class Loggers:
     """The Recorder, W&B and TensorBoard callbacks of `learn`: what they see of each window of a fit. Without a Learner,
@@ -29,9 +33,9 @@ class Loggers:
         self.learn = learn
         self.round = ExitStack()  # closed at the end of the round: undoes what holds until then
         self.train_metrics = []  # the metrics that Recorders show training batches
-        self.recorders = running_callbacks(learn, 'Recorder')
-        self.wandb = running_callbacks(learn, 'WandbCallback')
-        self.tensorboard = running_callbacks(learn, 'TensorBoardCallback')
+        self.recorders = running_callbacks(learn, 'fastai.learner.Recorder')
+        self.wandb = running_callbacks(learn, 'fastai.callback.wandb.WandbCallback')
+        self.tensorboard = running_callbacks(learn, 'fastai.callback.tensorboard.TensorBoardCallback')
         for rec in self.recorders:
             # What the Recorder itself has. With `rec.x`, fastai looks for `x` in the Learner and the model, too
             attrs = vars(rec)

@@ -330,7 +330,7 @@ def may_be_carried(self:WindowLoop)->bool:
 @patch
 def prepare_batch(self:WindowLoop)->bool:
     "Sends `before_batch` to the callbacks that prepare batches; returns False if one of them cancels the batch"
-    try: self.send.to_preparing('before_batch')
+    try: self.send.before_batch_to_preparing()
     except CancelBatchException: return False
     return True
 
@@ -340,10 +340,7 @@ def take_next_batch(self:WindowLoop)->bool:
     next batch of the window. Returns False, and does neither, if the window takes no more batches, or the epoch has no
     more: then this batch is the last one of the round, and ends with the round"""
     if self.is_complete() or self.is_cancelled() or not self.batches.advance(): return False
-    # This batch has no step of its own. Beside fastai's own GradientAccumulation, which cancels such batches, callbacks
-    # get the same two events
-    self.send.to_preparing('after_cancel_batch')
-    self.send.to_preparing('after_batch')
+    self.send.end_batch_for_preparing()
     self.load_batch()
     return True
 

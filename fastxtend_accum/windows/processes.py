@@ -35,7 +35,7 @@ def n_processes(learn)->int:
     model = learn.model
     has_wrapper = isinstance(model, DistributedDataParallel) or is_sharded(model)
     # fastai's DistributedTrainer wraps the model when the fit begins
-    if not has_wrapper and not running_callbacks(learn, 'DistributedTrainer'): return 1
+    if not has_wrapper and not running_callbacks(learn, 'fastai.distributed.DistributedTrainer'): return 1
     return dist.get_world_size(group_of(model))
 
 # %% ../../nbs/windows/07_processes.ipynb #d94da8be
