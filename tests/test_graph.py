@@ -343,6 +343,42 @@ class Forgets(Callback):
 def attribute_that_is_deleted(): return train(learner(Forgets()))
 
 
+class RenamesFolder(Callback):
+    "Changes the folder of a path in each step, and moves the weights by it"
+    def __init__(self): self.file = Path('0/model.pth')
+
+    def after_step(self):
+        n = int(self.file.parent.name)+1
+        self.file = Path(f'{n}/model.pth')
+        for p in self.model.parameters(): p.data += .001*n
+
+
+@situation
+def path_whose_folder_changes(): return train(learner(RenamesFolder()))
+
+
+def doubled_loss(f):
+    @functools.wraps(f)
+    def doubled(*args): return 2*f(*args)
+    return doubled
+
+
+def halved(pred, targ): return F.mse_loss(pred, targ)/2
+
+
+class MovesByLoss(Callback):
+    "Moves the weights by a function whose name another one has"
+    def __init__(self, f): self.f = f
+
+    def after_step(self):
+        for p in self.model.parameters(): p.data += .01*self.f(self.pred, self.y).item()
+
+
+@situation
+def function_with_the_name_of_another_one():
+    return train(learner(MovesByLoss(halved), loss_func=doubled_loss(halved)))
+
+
 @pytest.mark.thin(5)
 @pytest.mark.parametrize('name', SITUATIONS)
 def test_a_fit_goes_on(name): assert_goes_on(SITUATIONS[name])

@@ -60,12 +60,21 @@ def test_what_a_random_transform_has_drawn_may_differ():
     with pytest.warns(UserWarning, match='earlier value.*shift'): assert_goes_on(script)
 
 
+class Weighted(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.register_buffer('weight', torch.full((1,), float(weight)))
+
+    def forward(self, pred, targ): return (self.weight*(pred-targ)**2).mean()
+
+
 DIFFERENCES = {
     'epochs': (dict(), dict(n_epoch=4), r'n_epoch 4, not 3'),
     'rate': (dict(), dict(lr=.05), 'lr'),
     'momentum': (dict(), dict(opt_func=partial(Adam, mom=.5)), 'mom|opt'),
     'optimizer': (dict(opt_func=SGD), dict(opt_func=Adam), 'opt'),
     'loss': (dict(), dict(loss_func=F.l1_loss), 'loss_func'),
+    'weights of classes': (dict(loss_func=Weighted(1)), dict(loss_func=Weighted(2)), 'loss_func'),
     'metrics': (dict(), dict(metrics=mse), 'metrics|AvgMetric'),
     'shape of a weight': (dict(m=lambda: scaled(1)), dict(m=lambda: scaled(WIDTH)), r'scale.class Parameter \[6\]'),
     'names of layers': (dict(), dict(m=other_names), 'model'),
@@ -109,6 +118,18 @@ def test_a_text_of_a_callback_goes_on_with_the_earlier_value():
     learn = learner(EarlyStoppingCallback(patience=7))
     with pytest.warns(UserWarning, match='EarlyStoppingCallback.patience 7, not 5'): train(learn)
     assert learn.early_stopping.patience == 5
+
+
+class Extended(Callback):
+    "Has one more attribute in the next version of the script"
+    def __init__(self, **attributes): vars(self).update(attributes)
+
+
+def test_an_attribute_that_is_new_in_the_script_stays():
+    stop(lambda: train(learner(Extended())))
+    learn = learner(Extended(extra=.5))
+    train(learn)
+    assert learn.extended.extra == .5
 
 
 class Files:

@@ -2,7 +2,7 @@
 import pytest
 
 from common import *
-from fastxtend_accum.resuming.parts import content_of, set_content
+from fastxtend_accum.resuming.parts import attributes_of, content_of, set_content
 
 GENERATORS = {
     'python': (random.Random, lambda o: o.random()),
@@ -44,3 +44,12 @@ def test_a_weight_gets_its_values_and_its_gradient(grad):
     assert not other.requires_grad
     if grad is None: assert other.grad is None
     else: assert torch.equal(other.grad, grad)
+
+
+def test_the_file_systems_of_a_stream_are_no_part():
+    "Each process of Hugging Face's datasets makes its own, with a token"
+    IterableDataset = type('IterableDataset', (), {})
+    FileSystem = type('FileSystem', (), dict(__module__='fsspec.spec'))
+    stream = IterableDataset()
+    stream.__dict__.update(epoch=1, fs=FileSystem(), _IterableDataset__hffs_cache={})
+    assert attributes_of(stream) == dict(epoch=1)

@@ -129,3 +129,20 @@ def test_a_set_of_objects_without_an_order_is_not_kept(graph):
     assert DigestPickler(graph).digest({Item(), Item()}).not_kept == 'it is a set of objects that have no order'
     layers = {*graph.objects['model'].modules()}
     assert DigestPickler(graph).digest(layers).not_kept is None
+
+
+class OwnSet(set): pass
+
+
+class Silent:
+    "Raises an error without a text when it is pickled"
+    def __reduce__(self): raise RuntimeError
+
+
+@pytest.mark.parametrize('value, text', [
+    (np.rec.array([(1,)], dtype=[('a', 'i4')]), 'numpy.*recarray'),
+    (np.ma.masked_array([1, 2], [True, False]), 'numpy.ma.*MaskedArray'),
+    (OwnSet([1]), 'test_pickles.OwnSet'),
+    (Silent(), 'RuntimeError')])
+def test_what_could_not_be_read_again_is_not_kept(value, text, graph):
+    assert re.search(text, DigestPickler(graph).digest(value).not_kept)

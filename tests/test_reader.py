@@ -50,6 +50,36 @@ def test_a_loader_that_has_come_to_its_end_does_not_begin_again():
     assert list(goes_on(dl)) == []
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Shuffles by a buffer of 8 samples, as a stream of Hugging Face, in whose module it pretends to be. Its state has
+    the number of samples that were read, but not the buffer"""
+    __module__ = 'datasets.iterable_dataset'
+    def __init__(self):
+        self.n_read = 0
+        self.start = 0
+
+    def __iter__(self):
+        buffer = []
+        for i, sample in enumerate(samples()):
+            if i < self.start: continue
+            self.n_read = i+1
+            buffer.append(sample)
+            if len(buffer) == 8: yield buffer.pop(7*i%8)
+        yield from buffer
+
+    def state_dict(self): return dict(n_read=self.n_read)
+    def load_state_dict(self, state): self.start = state['n_read']
+
+
+class SizedLoader(torch.utils.data.DataLoader):
+    def __len__(self): return 25
+
+
+def test_a_stream_whose_state_lacks_its_buffer_reads_the_epoch_again():
+    def script(): return train(learner(dls=with_valid(SizedLoader(Stream(), batch_size=4))))
+    assert_goes_on(script)
+
+
 LOADERS = {
     'torch': torch_data,
     'workers': partial(fastai_data, num_workers=1),

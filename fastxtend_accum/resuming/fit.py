@@ -44,6 +44,7 @@ class SavedFit:
         path = (learn.path/learn.model_dir/cb.fname).absolute()
         self.folder = folders.setdefault(path, Folder(path))
         if self.rank == 0: self.folder.take()
+        self.was_interrupted = learn in self.folder.unfinished  # by an error or Ctrl-C, in this process
         self.path = path/f'{self.folder.begin(learn)}.pth'
         self.graph = Graph(learn)
         self.begun = self.graph.begun|settings_of(learn)  # what tells this fit from others, see `check_same`
@@ -233,9 +234,10 @@ def restore(self:SavedFit):
     found = self.found
     self.graph.restore(found['rest'], found['weights'])
     now = self.graph.state()['digests']
-    # What the saved fit did not have: attributes that it had deleted; or, if the same Learner goes on after an error,
-    # attributes that it had not made yet
-    existed = found['digests'].keys()|found['lost'].keys()
-    self.graph.delete(now.keys()-existed)
+    # Attributes that the saved fit had deleted; and, if the same Learner goes on after an error, attributes that it had
+    # not made yet when it was saved. In another process, these are new in the script, and stay
+    deleted = now.keys()-found['digests'].keys()-found['lost'].keys()
+    if not self.was_interrupted: deleted &= found['begun'].keys()
+    self.graph.delete(deleted)
     differ = [part for part,digest in found['digests'].items() if now.get(part) != digest]
     if differ: raise ValueError(f"AutoResume could not restore {', '.join(map(text_of, differ[:8]))}")

@@ -57,6 +57,7 @@ class Graph:
         self.named = {}  # classes and functions that a file may name, by name
         self.paths = {}  # by the id of the object; for a class or a function, its name
         self.begun = {}  # digests of parts when the fit began
+        self.folders = {}  # of the paths in parts at that time
         self.waiting = []  # paths of the objects whose parts are still to be searched
         self.n_found = Counter()  # objects by the place where they were found
         self.pickling = pickling(self)
@@ -92,6 +93,7 @@ class Graph:
             is_made = part.name == CONTENT and not isinstance(o, holders)
             digest = self.digest(part, value) if is_made else SearchPickler(self, part).digest(value)
             self.begun[part] = digest.value
+            self.folders[part] = digest.folders
         for hook in hooks_of(o): SearchPickler(self, Part(path, 'hook')).digest(hook)  # only adds objects
 
     def digest(self, part:Part, value)->Digest:
@@ -159,8 +161,7 @@ def reduced(self:Graph, o):
         raise pickle.PicklingError('it is an iterator')
     if isinstance(o, types.MethodType):
         return bound,(o.__func__, o.__self__)
-    # An array of a subclass, such as a record array, as a plain one, whose maker a file may name
-    return np.asarray(o).__reduce__() if isinstance(o, np.ndarray) else NotImplemented
+    return NotImplemented
 
 class SearchPickler(DigestPickler):
     """Takes the digest of a part when the fit begins, and adds the objects that pickle meets in it to the graph. Later
@@ -234,8 +235,9 @@ def state(self:Graph)->dict:
                 if not is_as_it_was: lost[part] = not_kept
                 continue
             digests[part] = digest.value
-            # A folder may be moved before the fit goes on. The new process has the same value, with its own folders
-            if not (digest.has_folders and is_as_it_was): values[part] = value
+            # A folder may be moved before the fit goes on. If the fit has not changed a path, the new process has it
+            keeps_path = is_as_it_was and digest.folders and digest.folders == self.folders[part]
+            if not keeps_path: values[part] = value
     file = io.BytesIO()
     self.write(rest, file)
     return dict(weights=weights, rest=file.getvalue(), digests=digests, lost=lost)

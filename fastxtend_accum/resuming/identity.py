@@ -46,7 +46,7 @@ def check_same(
         now = begun.get(part)
         then = found['begun'][part]
         o = graph.objects.get(part.path)
-        if now == then or part in _of_settings or is_never_compared(o, part.name): continue
+        if now == then or part in _of_settings or is_never_compared(part, o): continue
         text = text_of(part)
         # The digest of a number or a short string is itself; of all else, only a checksum is known
         if isinstance(then, str): text += f' {now}, not {then}'
@@ -75,12 +75,14 @@ def text_of(part:Part)->str:
 
 # What may differ
 
-def is_never_compared(o, name:str)->bool:
-    """Returns whether a part is an attribute of a class, which no file keeps; or a weight, a tensor of a layer, or the
-    state of a generator. A script that sets no seed draws these anew each time, and the file's values replace them"""
+def is_never_compared(part:Part, o)->bool:
+    """Returns whether a part of `o` is an attribute of a class, which no file keeps; or a weight, another tensor, or
+    the state of a generator. A script that sets no seed draws these anew each time, and the file's values replace them.
+    The loss is compared, for example its weights of classes, but for its parameters"""
     if isinstance(o, type): return True
-    if name == CONTENT: return isinstance(o, (Tensor,*generators))
-    return isinstance(o, nn.Module) and isinstance(vars(o).get(name), Tensor)
+    is_of_loss = part.path.startswith('learn.loss_func') and not isinstance(o, nn.Parameter)
+    if part.name == CONTENT: return isinstance(o, (Tensor,*generators)) and not is_of_loss
+    return isinstance(o, nn.Module) and isinstance(vars(o).get(part.name), Tensor)
 
 def may_differ(o, name:str, digest)->bool:
     """Returns whether an attribute of `o` may differ; its value then comes from the file. It may if it is

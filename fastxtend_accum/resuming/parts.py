@@ -45,7 +45,7 @@ generators = SharedGenerators,random.Random,np.random.RandomState,np.random.Gene
 
 # Libraries whose objects show something, log to another place, or are set up by each process
 _outside = set('fastprogress tqdm rich matplotlib IPython wandb tensorboard tensorboardX comet_ml mlflow neptune '
-               'clearml optuna accelerate plum'.split())
+               'clearml optuna accelerate plum fsspec'.split())
 
 # Attributes that each process sets by itself, by the class that sets them
 _left_out = set(
@@ -54,6 +54,7 @@ _left_out = set(
     'DataLoader.it DataLoader._iterator DataLoader._DataLoader__idxs '  # the iterator of an epoch
     'TabWeightedDL.idxs '  # drawn when it is made, and never read
     'TfmdDL._types '  # to show batches
+    'IterableDataset._IterableDataset__hffs_cache '  # file systems of Hugging Face, which have a token of the process
     'CSVLogger.file '  # see `restore_loggers`
     'Learner.logger ProgressCallback.old_logger CSVLogger.old_logger '  # they print
     'Recorder.start_epoch '  # a time

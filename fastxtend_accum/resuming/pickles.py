@@ -35,14 +35,13 @@ _values = Number,str,bytes,tuple,PurePath,np.generic,np.ndarray,np.dtype,torch.d
 _not_values = (*with_attributes,random.Random,types.CellType,types.ModuleType,_lru_cache_wrapper,LockType,RLock)
 
 def name_of(o)->str|None:
-    """Returns the full name of a class or a function. Returns None for other objects, for what only the code around it
-    can name, such as a lambda, and for a method of an object, such as `items.append`"""
-    if not isinstance(o, (type,types.FunctionType,types.BuiltinFunctionType)) or '<' in o.__qualname__:
-        return None
-    owner = getattr(o, '__self__', None)  # of a function that is written in C: its module, or the object of a method
-    if owner is not None and not isinstance(owner, (type,types.ModuleType)):
-        return None
-    return full_name(o.__module__, o.__qualname__)
+    """Returns the full name of a class or a function. Returns None for other objects, and if another object, or none,
+    has this name: for a lambda, for what is inside a function, and for a function to which `functools.wraps` has given
+    the name of the function that it calls"""
+    if not isinstance(o, (type,types.FunctionType,types.BuiltinFunctionType)): return None
+    try: named = operator.attrgetter(o.__qualname__)(sys.modules[o.__module__])
+    except (KeyError, AttributeError): return None
+    return full_name(o.__module__, o.__qualname__) if named is o else None
 
 def full_name(module:str, name:str)->str:
     "Returns the name that a class or function has in both NumPy 1 and 2"
@@ -89,7 +88,7 @@ class Digest(NamedTuple):
     "Tells whether two values are equal, which may be in different processes"
     value:str|int|None  # a short number or string itself, so that users can read what differs; else a checksum, or None
     not_kept:str|None  # why no file may hold the value; None if one may
-    has_folders:bool  # whether there is a path in the value, from which the checksum leaves out the folders
+    folders:list  # of the paths in the value, which its checksum leaves out
 
 # %% ../../nbs/resuming/01_pickles.ipynb #2247b476
 class DigestPickler(pickle.Pickler):
@@ -105,30 +104,30 @@ class DigestPickler(pickle.Pickler):
         self.graph = graph
         self.is_data = is_data
         self.not_kept = None
-        self.has_folders = False
+        self.folders = []
         self.n_bytes = 0  # in the tensors and arrays of the value
 
     def digest(self, value)->Digest:
         "Returns the digest. Its value is None if pickle cannot write what it is of"
         try: self.dump(value)  # calls the methods below
         except Exception as e:  # classes raise errors of all kinds
-            return Digest(None, str(e), self.has_folders)
+            return Digest(None, str(e) or repr(e), self.folders)
         if self.is_data and self.n_bytes > LARGE:
             self.not_kept = 'it is large'
         is_short = type(value) in _plain and len(str(value)) <= 100
         text = repr(value) if is_short else zlib.crc32(self.file.getvalue())
-        return Digest(text, self.not_kept, self.has_folders)
+        return Digest(text, self.not_kept, self.folders)
 
     def reducer_override(self, o):
         """Pickle calls it for each object other than numbers, strings and containers, to ask how to make it again. If
-        the object has a path, the graph answers. If no file may name a class or a function, `not_kept` says so"""
+        the object has a path, the graph answers. Otherwise pickle makes it by classes and functions, for which it calls
+        this, too"""
         reduced = self.graph.reduced(o)
         if reduced is not NotImplemented:
             return reduced
         if isinstance(o, nn.Parameter) and not self.is_data:
             self.not_kept = 'it has a weight that was added during the fit'
-        name = name_of(o)
-        if name and name not in allowed: self.not_kept = f'it has {name}'
+        self.check_name(o)
         return NotImplemented  # pickle knows how
 
     def persistent_id(self, o):
@@ -141,10 +140,11 @@ class DigestPickler(pickle.Pickler):
             return None
         if isinstance(o, TypedStorage):  # the memory of a tensor
             return self.sample_of_memory(o._untyped_storage)
+        if isinstance(o, (np.ndarray,set,frozenset)): self.check_name(type(o))  # which pickle does not see then
         if isinstance(o, (np.ndarray,np.generic)):
             return self.sample_of_array(o)
         if isinstance(o, PurePath):
-            self.has_folders = True
+            self.folders.append(str(o.parent))
             return o.name
         if isinstance(o, (set,frozenset)):
             return tuple(sorted(o, key=self.sort_key))
@@ -153,6 +153,12 @@ class DigestPickler(pickle.Pickler):
         return None
 
 # %% ../../nbs/resuming/01_pickles.ipynb #7d3e90b1
+@patch
+def check_name(self:DigestPickler, o):
+    "If `o` is a class or a function that no file may name, `not_kept` says so"
+    name = name_of(o)
+    if name and name not in allowed and id(o) not in self.graph.paths: self.not_kept = f'it has {name}'
+
 @patch
 def sort_key(self:DigestPickler, o)->str:
     """Returns a string that puts the items of a set in the same order in each process: the path of an object, since two

@@ -8,20 +8,24 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/reader.html.md"
 from __future__ import annotations
 from fastai.basics import *
 
+from .parts import library_of
+
 # %% auto #0
 __all__ = ['keeper_of_position', 'Reader']
 
 # %% ../../nbs/resuming/03_reader.ipynb #37f1f76d
 def keeper_of_position(dl):
-    """Returns the object that knows its position in the data, and that can go to another one by `load_state_dict`:
-    the DataLoader itself, such as torchdata's `StatefulDataLoader`, or its data set, such as a stream of Hugging Face.
-    Returns None if there is no such object"""
+    """Returns the object that knows its position in the data, and that can go to another one by `load_state_dict`: the
+    DataLoader itself, such as torchdata's `StatefulDataLoader`, or its data set, an iterable one with `state_dict`.
+    Returns None if there is no such object, and for a stream of Hugging Face: its `state_dict` leaves out the samples
+    in its shuffle buffer, so it has to read the epoch again"""
     # fastai's DataLoader has no such method, but it looks up missing attributes in its data set, so `hasattr` finds one
     if isinstance(dl, DataLoader): return None
     if hasattr(dl, 'load_state_dict'): return dl
     # If there are workers, they read copies of the data set, and the original does not move
     dataset = None if getattr(dl, 'num_workers', 0) else getattr(dl, 'dataset', None)
-    return dataset if hasattr(dataset, 'load_state_dict') else None
+    is_exact = library_of(type(dataset)) != 'datasets'
+    return dataset if is_exact and hasattr(dataset, 'load_state_dict') else None
 
 # %% ../../nbs/resuming/03_reader.ipynb #c1b474f1
 class Reader:
