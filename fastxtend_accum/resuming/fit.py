@@ -24,13 +24,16 @@ __all__ = ['SavedFit']
 
 # %% ../../nbs/resuming/08_fit.ipynb #e335d40b
 class SavedFit:
-    """A fit, and its state in a file. The file's `place` is what `WindowLoop.state` returned between two windows, or
-    None after the end of the fit. In this order:
+    """Saves a fit in a file, and lets it continue from the file. This is called in the course of a fit:
 
-    - `begin` reads the file. If there is one, it restores the state from the beginning of the epoch in which the fit
-      was saved, so that callbacks can begin this epoch again
-    - `begin_training` restores the state in mid-epoch, and from then on the loop calls `save_if_due` and `keep_trained`
-    - `save_trained` saves in validation, and `end` after the last epoch"""
+    - before the first epoch, `begin` reads the file. If there is one, `begin` restores the state that the saved fit had
+      at the beginning of the epoch in which it was saved, so that callbacks can begin this epoch again
+    - when the training of an epoch begins, `begin_training`. In that epoch, it restores the state in mid-epoch
+    - before each window, `save_if_due`, and after the last window of an epoch, `keep_trained`
+    - in the validation, `save_trained`
+    - after the fit, `end`
+
+    The `place` of a saved fit is what `WindowLoop.state` returned between two windows, or None after its end"""
     def __init__(self,
         cb, # The AutoResume
         leader, # The callback that runs the windows
@@ -78,7 +81,8 @@ def begin_training(self:SavedFit):
     first one, with the state that they had then; only afterwards is the state in mid-epoch restored"""
     batches = self.leader.loop.batches
     has_ended,position = self.found['reader'] if self.found else (False,None)
-    # `go_to` has set `n_loaded` to the number of batches that the killed process had read
+    # In that epoch, `n_loaded` is the number of batches that the killed process had read: the leader, whose
+    # `before_train` comes first, has gone to the place of the file
     self.reader = Reader(batches.dl, batches.n_loaded, has_ended, position)
     if self.found:
         self.restore()
@@ -96,7 +100,7 @@ def keep_trained(self:SavedFit):
 def end(self:SavedFit):
     """After the fit: saves the final state, in case the process is killed in a later fit. If no epoch has run, that is
     the state of the file: the saved fit was complete, or a callback has cancelled this fit before its place"""
-    # `go_to` has restored the state of a complete fit, but since then callbacks' `after_fit` may have changed it
+    # `begin` has restored the state of a complete fit, but since then callbacks' `after_fit` may have changed it
     if self.found: self.restore()
     self.save(None)
     self.folder.end(self.learn)
@@ -194,7 +198,7 @@ def begin(self:SavedFit)->int:
     check_same(self.graph, self.begun, self.found, self.path)
     self.folder.count_from(self.found['n_begun'])
     place = self.found['place']
-    epoch = self.go_to(place)
+    epoch = self.prepare_to_continue(place)
     if self.cb.verbose and self.rank == 0:
         where = 'in' if place else 'at the end of'
         print(f'AutoResume: resuming {where} epoch {self.learn.epoch} from {self.path}')
@@ -203,8 +207,8 @@ def begin(self:SavedFit)->int:
     return epoch
 
 @patch
-def go_to(self:SavedFit, place:dict|None)->int:
-    "Prepares the Learner to go on at a place in the fit. Returns the epoch that is the first to run"
+def prepare_to_continue(self:SavedFit, place:dict|None)->int:
+    "Prepares the Learner to continue at a place in the fit. Returns the epoch that is the first to run"
     if place is None:  # the fit had ended
         # Makes the loop, whose counts users read. Otherwise the first epoch does, but no epoch runs
         self.leader.begin_fit()
@@ -213,7 +217,7 @@ def go_to(self:SavedFit, place:dict|None)->int:
     # Callbacks begin the epoch again. The state in mid-epoch is restored afterwards, by `begin_training`
     self.graph.restore(self.found['at_epoch'])
     self.leader.begin_epoch_at(place)
-    return self.learn.epoch
+    return self.learn.epoch  # it was restored, too
 
 @patch
 def read(self:SavedFit)->dict|None:

@@ -61,7 +61,8 @@ class Graph:
         self.waiting = []  # paths of the objects whose parts are still to be searched
         self.n_found = Counter()  # objects by the place where they were found
         self.pickling = pickling(self)
-        # What is added last is searched first: with the first root all that it reaches, then with the second one
+        # The object that was added last is searched first. So the search goes through all that the first root reaches
+        # before it begins with the second root
         for path,o in reversed(roots_of(learn)): self.add(path, o)
         while self.waiting: self.search(self.waiting.pop())
 
@@ -94,7 +95,7 @@ class Graph:
             digest = self.digest(part, value) if is_made else SearchPickler(self, part).digest(value)
             self.begun[part] = digest.value
             self.folders[part] = digest.folders
-        for hook in hooks_of(o): SearchPickler(self, Part(path, 'hook')).digest(hook)  # only adds objects
+        for hook in hooks_of(o): SearchPickler(self, Part(path, 'hook')).digest(hook)  # adds objects; no digest is kept
 
     def digest(self, part:Part, value)->Digest:
         "Returns the digest of a value of a part"
@@ -157,8 +158,8 @@ def reduced(self:Graph, o):
     path = self.paths.get(id(o))
     if path:
         return object_at,(path,)
-    if hasattr(type(o), '__next__'):  # Python could pickle that of a list, but it would read another list
-        raise pickle.PicklingError('it is an iterator')
+    # Python would pickle the iterator of a list with a copy of the list, and open files are iterators, too
+    if hasattr(type(o), '__next__'): raise pickle.PicklingError('it is an iterator')
     if isinstance(o, types.MethodType):
         return bound,(o.__func__, o.__self__)
     return NotImplemented
@@ -219,7 +220,9 @@ def state(self:Graph)->dict:
     - `weights`: the values of weights, and of the parts of the optimizer; the same in all processes, and not copied
     - `rest`: the values of the other parts, pickled
     - `digests`: of the weights and the rest
-    - `lost`: the parts that have changed since the fit began and that no file can hold, each with the reason"""
+    - `lost`: the parts that have changed since the fit began and that no file can hold, each with the reason
+
+    A part that no file can hold, and that has not changed, is in none of these: the new process has the same value"""
     weights = {}
     rest = {}
     digests = {}
@@ -264,7 +267,7 @@ def moved(storage, location:str):
 def delete(self:Graph, parts:Iterable):
     "Deletes attributes of objects"
     for path,name in parts:
-        if name != CONTENT: object.__delattr__(self.objects[path], name)
+        if name != CONTENT: object.__delattr__(self.objects[path], name)  # not `delattr`, see `restore`
 
 @patch
 def restore(self:Graph, rest:bytes, weights:dict={}):

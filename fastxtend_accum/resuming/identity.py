@@ -14,7 +14,7 @@ from .graph import Graph
 from .parts import CONTENT,Part,generators,is_window_callback
 
 # %% auto #0
-__all__ = ['settings_of', 'check_same', 'set_by_script', 'text_of', 'is_never_compared', 'may_differ']
+__all__ = ['settings_of', 'check_same', 'unchanged_parts', 'text_of', 'is_never_compared', 'may_differ']
 
 # %% ../../nbs/resuming/04_identity.ipynb #43fa87b6
 def settings_of(learn)->dict:
@@ -39,10 +39,10 @@ def check_same(
     found:dict, # The content of the file
     file:Path, # The file
 ):
-    """Raises ValueError if this fit and the saved one did not begin with the same parts and settings, or warns if a
-    part may differ"""
+    """Raises ValueError if a part or a setting with which the saved fit began is missing in this fit, or differs. Warns
+    if it may differ"""
     errors = []
-    for part in set_by_script(found['begun'], found['digests']):
+    for part in unchanged_parts(found['begun'], found['digests']):
         now = begun.get(part)
         then = found['begun'][part]
         o = graph.objects.get(part.path)
@@ -50,7 +50,7 @@ def check_same(
         text = text_of(part)
         # The digest of a number or a short string is itself; of all else, only a checksum is known
         if isinstance(then, str): text += f' {now}, not {then}'
-        else: text = f'a different {text}'
+        else: text = f'a different {text}' if part in begun else f'no {text}'
         if may_differ(o, part.name, now): warn_user(f'AutoResume continues with the earlier value: this fit has {text}')
         else: errors.append(text)
     if errors:
@@ -58,7 +58,7 @@ def check_same(
                          "settings, seed the split of the data and lr_find, or pass AutoResume(restart=True) to start "
                          "over, or another fname")
 
-def set_by_script(begun:dict, digests:dict)->list:
+def unchanged_parts(begun:dict, digests:dict)->list:
     """Returns the parts that the saved fit had not changed when it was saved. The value of any other part, and of all
     inside it, comes from the file, so it need not be what it was when the fit began: for example a list of losses,
     which is empty in a new process, but not if the same Learner goes on after Ctrl-C"""

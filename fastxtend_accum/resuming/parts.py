@@ -27,7 +27,7 @@ class Part(NamedTuple):
     name:str  # of an attribute, or `CONTENT`
 
     def place(self)->str:
-        "Returns the path of the first object that is found in the part: 'cb.items.x', or 'cb.items.[]' for the content"
+        "Returns path and name as one string: 'cb.items.x' or 'cb.items.[]'. It is the path of an object in the part"
         return f'{self.path}.{self.name}'
 
 CONTENT = '[]'  # what an object has in no attribute, such as the items of a list
@@ -80,7 +80,8 @@ def is_set_anew(o, name:str, value)->bool:
     if isinstance(value, RemovableHandle) or library_of(type(value)) in _outside:
         return True
     if value is sys.stdout or value is sys.stderr: return True
-    if is_window_callback(o) and name in o._stateattrs:  # such as the loop of this fit
+    # fastai's list of what a copy of a callback leaves out, such as the loop of this fit
+    if is_window_callback(o) and name in o._stateattrs:
         return True
     return any(f'{kind.__name__}.{name}' in _left_out for kind in type(o).__mro__)
 
@@ -142,7 +143,7 @@ def content_of(o):
         try: return (o.cell_contents,)
         except ValueError: return None  # it has no value yet
     if isinstance(o, Recorder):
-        losses = vars(o).get('losses')  # a copy has none
+        losses = vars(o).get('losses')  # a copy of a Recorder has none before its first fit
         return torch.stack(losses) if losses else None  # one tensor instead of many
     if isinstance(o, dict):
         return dict(o)
