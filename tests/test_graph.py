@@ -21,6 +21,10 @@ def situation(f):
 
 # Callbacks
 
+def move_weights(cb, n):
+    for p in cb.model.parameters(): p.data += .001*n
+
+
 class Weighs(Callback):
     def __init__(self, weight): self.weight = weight
     def after_step(self): self.weight *= 1.01
@@ -290,7 +294,7 @@ class CountsFromStart(Callback):
 
     def after_step(self):
         self.start_epoch += 1
-        for p in self.model.parameters(): p.data += .001*self.start_epoch
+        move_weights(self, self.start_epoch)
 
 
 @situation
@@ -316,7 +320,7 @@ class MovesByArguments(Callback):
 
     def after_step(self):
         self.args.n += 1
-        for p in self.model.parameters(): p.data += .001*self.args.n
+        move_weights(self, self.args.n)
 
 
 class Noise:
@@ -335,8 +339,7 @@ class Forgets(Callback):
 
     def after_step(self):
         if hasattr(self, 'first'): del self.first
-        else:
-            for p in self.model.parameters(): p.data += .001
+        else: move_weights(self, 1)
 
 
 @situation
@@ -350,7 +353,7 @@ class RenamesFolder(Callback):
     def after_step(self):
         n = int(self.file.parent.name)+1
         self.file = Path(f'{n}/model.pth')
-        for p in self.model.parameters(): p.data += .001*n
+        move_weights(self, n)
 
 
 @situation
@@ -371,7 +374,7 @@ class MovesByLoss(Callback):
     def __init__(self, f): self.f = f
 
     def after_step(self):
-        for p in self.model.parameters(): p.data += .01*self.f(self.pred, self.y).item()
+        move_weights(self, self.f(self.pred, self.y).item())
 
 
 @situation

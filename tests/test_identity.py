@@ -60,12 +60,7 @@ def test_what_a_random_transform_has_drawn_may_differ():
     with pytest.warns(UserWarning, match='earlier value.*shift'): assert_goes_on(script)
 
 
-class Weighted(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.register_buffer('weight', torch.full((1,), float(weight)))
-
-    def forward(self, pred, targ): return (self.weight*(pred-targ)**2).mean()
+def weighted(pred, targ, weight): return (weight*(pred-targ)**2).mean()
 
 
 DIFFERENCES = {
@@ -74,7 +69,9 @@ DIFFERENCES = {
     'momentum': (dict(), dict(opt_func=partial(Adam, mom=.5)), 'mom|opt'),
     'optimizer': (dict(opt_func=SGD), dict(opt_func=Adam), 'opt'),
     'loss': (dict(), dict(loss_func=F.l1_loss), 'loss_func'),
-    'weights of classes': (dict(loss_func=Weighted(1)), dict(loss_func=Weighted(2)), 'loss_func'),
+    'weights of classes': (
+        dict(loss_func=partial(weighted, weight=torch.tensor(1.))),
+        dict(loss_func=partial(weighted, weight=torch.tensor(2.))), 'loss_func'),
     'metrics': (dict(), dict(metrics=mse), 'metrics|AvgMetric'),
     'shape of a weight': (dict(m=lambda: scaled(1)), dict(m=lambda: scaled(WIDTH)), r'scale.class Parameter \[6\]'),
     'names of layers': (dict(), dict(m=other_names), 'model'),

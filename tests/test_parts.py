@@ -48,8 +48,7 @@ def test_a_weight_gets_its_values_and_its_gradient(grad):
 
 def test_the_file_systems_of_a_stream_are_no_part():
     "Each process of Hugging Face's datasets makes its own, with a token"
-    IterableDataset = type('IterableDataset', (), {})
-    FileSystem = type('FileSystem', (), dict(__module__='fsspec.spec'))
-    stream = IterableDataset()
-    stream.__dict__.update(epoch=1, fs=FileSystem(), _IterableDataset__hffs_cache={})
+    stream = type('IterableDataset', (), {})()
+    system = type('FileSystem', (), dict(__module__='fsspec.spec'))()
+    vars(stream).update(epoch=1, fs=system, _IterableDataset__hffs_cache={})
     assert attributes_of(stream) == dict(epoch=1)

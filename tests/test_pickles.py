@@ -140,7 +140,6 @@ class Silent:
 
 
 @pytest.mark.parametrize('value, text', [
-    (np.rec.array([(1,)], dtype=[('a', 'i4')]), 'numpy.*recarray'),
     (np.ma.masked_array([1, 2], [True, False]), 'numpy.ma.*MaskedArray'),
     (OwnSet([1]), 'test_pickles.OwnSet'),
     (Silent(), 'RuntimeError')])

@@ -51,24 +51,17 @@ def test_a_loader_that_has_come_to_its_end_does_not_begin_again():
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Shuffles by a buffer of 8 samples, as a stream of Hugging Face, in whose module it pretends to be. Its state has
-    the number of samples that were read, but not the buffer"""
+    "Shuffles by a buffer, which its state lacks, as a stream of Hugging Face, in whose module it pretends to be"
     __module__ = 'datasets.iterable_dataset'
-    def __init__(self):
-        self.n_read = 0
-        self.start = 0
-
     def __iter__(self):
         buffer = []
-        for i, sample in enumerate(samples()):
-            if i < self.start: continue
-            self.n_read = i+1
+        for sample in samples():
             buffer.append(sample)
-            if len(buffer) == 8: yield buffer.pop(7*i%8)
+            if len(buffer) == 8: yield buffer.pop(3)
         yield from buffer
 
-    def state_dict(self): return dict(n_read=self.n_read)
-    def load_state_dict(self, state): self.start = state['n_read']
+    def state_dict(self): return {}
+    def load_state_dict(self, state): pass
 
 
 class SizedLoader(torch.utils.data.DataLoader):

@@ -28,8 +28,8 @@ def distances(
     return {name:distance(a[name], o) for name,o in b.items() if name in a}
 
 # %% ../../nbs/checking/03_comparison.ipynb #56ca8b7c
-# Distances below these limits count as rounding. The limits come from experience: in float32, rounding makes a few steps
-# of a small network differ by less than 1e-6, but a deep network amplifies it a lot
+# Distances below these limits count as rounding. The limits come from experience: in float32, rounding makes a few
+# steps of a small network differ by less than 1e-6, but a deep network amplifies it a lot
 _equal = 1e-5  # in float32
 _equal_in_float64 = 1e-6  # much more than rounding in float64, because some code always computes in float32
 _unclear = .3  # a distance in float32 from `_equal` to this one may be rounding, and float64 decides

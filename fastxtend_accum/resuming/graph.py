@@ -162,6 +162,8 @@ def reduced(self:Graph, o):
     if hasattr(type(o), '__next__'): raise pickle.PicklingError('it is an iterator')
     if isinstance(o, types.MethodType):
         return bound,(o.__func__, o.__self__)
+    # A partial has no `__dict__` until somebody looks at it, and then an empty one: this must not count as a change
+    if isinstance(o, partial): vars(o)
     return NotImplemented
 
 class SearchPickler(DigestPickler):
