@@ -124,8 +124,7 @@ class Extended(Callback):
 
 def test_an_attribute_that_is_new_in_the_script_stays():
     stop(lambda: train(learner(Extended())))
-    learn = learner(Extended(extra=.5))
-    train(learn)
+    learn = train(learner(Extended(extra=.5)))
     assert learn.extended.extra == .5
 
 
