@@ -53,7 +53,7 @@ def test_the_row_of_an_epoch_that_ends_the_fit_is_kept():
 
 def test_the_progress_bar_goes_on():
     "Its clock starts with epoch 0, which does not run again"
-    def script(): learner().fit_one_cycle(3, .02, cbs=AutoResume(every=8, verbose=False))
+    def script(): learner().fit_one_cycle(3, .02, cbs=AutoResume(every=8))
     stop(script, at=30)
     script()
 
