@@ -52,7 +52,8 @@ class Events:
 
     def __call__(self, event:str):
         "Sends one event"
-        for cb in self.having(event): cb(event)
+        if self.learn.cbs.items != self.cbs: self.look_up()  # as in `having`: a call less for each event of each batch
+        for cb in self.table[event]: cb(event)
 
     def having(self, event:str)->list:
         "Returns the callbacks that have `event`, in order"
