@@ -132,10 +132,10 @@ def test_models_that_you_save_are_left_alone():
     learn = script()
     learn.save('resume')
     learn.save('resume-0')
-    learn.save('resume/best')
+    learn.save('resume/3-epochs')
     remove_files_at_exit()
     assert {o.name for o in Path('models').iterdir()} == {'resume', 'resume.pth', 'resume-0.pth'}
-    assert files() == ['best.pth', 'lock']
+    assert files() == ['3-epochs.pth', 'lock']
 
 
 @pytest.mark.long

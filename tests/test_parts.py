@@ -2,7 +2,7 @@
 import pytest
 
 from common import *
-from fastxtend_accum.resuming.parts import attributes_of, content_of, set_content
+from fastxtend_accum.resuming.parts import attributes_of, content_of, hooks_of, set_content
 
 GENERATORS = {
     'python': (random.Random, lambda o: o.random()),
@@ -52,3 +52,10 @@ def test_the_file_systems_of_a_stream_are_no_part():
     system = type('FileSystem', (), dict(__module__='fsspec.spec'))()
     vars(stream).update(epoch=1, fs=system, _IterableDataset__hffs_cache={})
     assert attributes_of(stream) == dict(epoch=1)
+
+
+def test_hooks_of_all_kinds_are_found():
+    layer = nn.Linear(1, 1)
+    for kind in ('forward_pre', 'forward', 'full_backward_pre', 'full_backward'):
+        getattr(layer, f'register_{kind}_hook')(noop)
+    assert len(hooks_of(layer)) == 4

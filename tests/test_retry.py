@@ -373,3 +373,16 @@ def test_blocks_are_recomputed_before_batches_are_split():
         (4, False, 16),
         (4, True, 16),
         (4, True, 8)]
+
+
+class AddsUp(Callback):
+    "Begins with gradients that are not 0, as AutoResume sets them if fastai's GradientAccumulation has added some up"
+    order = 99
+
+    def before_train(self):
+        for p in self.model.parameters(): p.grad = torch.ones_like(p)
+
+
+def test_gradients_from_a_file_are_kept_if_memory_runs_out_in_the_first_batch():
+    def run(*cbs): return fit(make_learner(8, m=blocks_of_layers(), cbs=[AddsUp(), ActivationCheckpointing(), *cbs]), 1)
+    assert_same_weights(run(OutOfMemory('after_pred', 1)), run(), ROUNDING)

@@ -47,8 +47,10 @@ def test_a_copy_can_be_in_float64():
 def test_a_copy_shares_no_tensor():
     learn = fit(make_learner(8), 1)  # a fit leaves tensors with a graph
     learn.loss_grad = learn.model(data(4)[0]).sum()
+    learn.sums = [learn.loss_grad*i for i in range(4)]
     copied = copy_learner(learn, learn.dls.loaders, double=True)
     assert copied.loss_grad == learn.loss_grad
+    assert copied.sums == learn.sums
     assert copied.loss_grad.grad_fn is None
     assert copied.dls.train.dataset is learn.dls.train.dataset
     for copied_one, one in zip(copied.model.parameters(), learn.model.parameters(), strict=True):

@@ -67,7 +67,8 @@ _deepcopy = Tensor.__deepcopy__
 def deepcopy_tensor(t:Tensor, memo:dict)->Tensor:
     """Copies a tensor, in place of `Tensor.__deepcopy__`. That method refuses to copy the result of a computation that
     has a graph. Here, the copy has no graph"""
-    return _deepcopy(t.detach() if t.grad_fn else t, memo)
+    # Not `_deepcopy(t.detach(), memo)`, which enters the id of a temporary: another tensor may get it afterwards
+    return t.detach().clone() if t.grad_fn else _deepcopy(t, memo)
 
 def copy_learner(
     learn,

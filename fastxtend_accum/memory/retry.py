@@ -10,7 +10,7 @@ from contextlib import ExitStack,nullcontext
 
 from fastai.basics import *
 
-from ..windows.gradients import params_in
+from ..windows.gradients import gradients,params_in
 from ..windows.loop import WholeBatch,WindowLoop
 from ..windows.processes import inner_model
 from ..windows.state import Snapshot
@@ -114,9 +114,11 @@ class RetryOnOutOfMemory(WholeBatch):
 def run_until_it_fits(self:RetryOnOutOfMemory, loop:WindowLoop):
     """Runs the batch again and again, with less memory each time, until it fits. Raises RuntimeError if no saver can
     use less memory"""
-    # Gradients are 0 at the beginning of a fit, and after each step. If there was no step since the last batch, this is
-    # a further batch of a window; or a callback cancels steps to add gradients up, as fastai's GradientAccumulation
+    # Gradients are 0 after each step. If there was no step since the last batch, this is a further batch of a window;
+    # or a callback cancels steps to add gradients up, as fastai's GradientAccumulation
     are_zero = loop.n_steps > self.n_steps
+    # The first batch of this process may continue what a killed process has added up
+    if self.n_steps < 0: are_zero = not any(grad.any() for grad in gradients(loop.fit.params.summed))
     self.n_steps = loop.n_steps
     with loop.fit.processes.local_passes():
         batch = BatchUndo(loop, are_zero)

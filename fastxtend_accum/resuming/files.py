@@ -99,4 +99,5 @@ def remove_files_at_exit():
         # If the last fit has not ended, `had_error` is None. Only process 0 has locked the folder, and writes files
         if folder.had_error == has_error() and folder.lock.is_locked:
             # Other files stay: the lock, for which another process may wait, and models that the user has saved here
-            for path in folder.path.glob('[0-9]*.pth'): path.unlink()
+            for path in folder.path.glob('[0-9]*.pth'):
+                if path.stem.isdigit(): path.unlink()

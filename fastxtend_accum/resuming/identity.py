@@ -10,7 +10,7 @@ from fastai.basics import *
 
 from ..windows.checks import warn_user
 from ..windows.processes import n_processes
-from .graph import Graph
+from .graph import Graph,root_of
 from .parts import CONTENT,Part,generators,is_window_callback
 
 # %% auto #0
@@ -46,7 +46,8 @@ def check_same(
         now = begun.get(part)
         then = found['begun'][part]
         o = graph.objects.get(part.path)
-        if now == then or part in _of_settings or is_never_compared(part, o): continue
+        root = graph.objects.get(root_of(part.path))
+        if now == then or part in _of_settings or is_never_compared(part, o, root): continue
         text = text_of(part)
         # The digest of a number or a short string is itself; of all else, only a checksum is known
         if isinstance(then, str): text += f' {now}, not {then}'
@@ -75,13 +76,20 @@ def text_of(part:Part)->str:
 
 # What may differ
 
-def is_never_compared(part:Part, o)->bool:
-    """Returns whether a part of `o` is an attribute of a class, which no file keeps; or a weight, another tensor, or
-    the state of a generator. A script that sets no seed draws these anew each time, and the file's values replace them.
-    The loss is compared, for example its weights of classes, but for its parameters"""
+def is_never_compared(part:Part, o, root)->bool:
+    """Returns whether a part of the object `o`, which the search has found from a `root`, is never compared. A script
+    that sets no seed draws new values for these parts each time, and the file's values replace them:
+
+    - weights, and all tensors of the model, of the optimizer and of callbacks. But the tensors of the loss and of
+      metrics are compared, such as weights of classes
+    - the state of a random generator
+
+    Attributes of classes are not compared, either, because no file keeps them"""
     if isinstance(o, type): return True
-    is_of_loss = part.path.startswith('learn.loss_func') and not isinstance(o, nn.Parameter)
-    if part.name == CONTENT: return isinstance(o, (Tensor,*generators)) and not is_of_loss
+    is_fixed = isinstance(root, (Learner,Metric)) and not isinstance(o, nn.Parameter)
+    if part.name == CONTENT:
+        is_drawn = isinstance(o, Tensor) and not is_fixed
+        return is_drawn or isinstance(o, generators)
     return isinstance(o, nn.Module) and isinstance(vars(o).get(part.name), Tensor)
 
 def may_differ(o, name:str, digest)->bool:

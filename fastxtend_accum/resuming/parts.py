@@ -93,7 +93,8 @@ def hooks_of(o)->list:
     """Returns the hooks of a layer or a weight, since a hook may have a state. Of any other object, returns an empty
     list"""
     if isinstance(o, nn.Module):
-        return [*o._forward_pre_hooks.values(), *o._forward_hooks.values(), *o._backward_hooks.values()]
+        res = [*o._forward_pre_hooks.values(), *o._forward_hooks.values()]
+        return [*res, *o._backward_pre_hooks.values(), *o._backward_hooks.values()]
     hooks = o._backward_hooks if isinstance(o, Tensor) else None
     return list(hooks.values()) if hooks else []
 
