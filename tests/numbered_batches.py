@@ -4,6 +4,7 @@ Who cancels some of them, which ones have run, and what their windows make of th
 from common import *
 
 BS = 8  # samples in a loader batch
+BEFORE_THE_PASS = ['before_batch', 'after_pred', 'after_loss', 'before_backward']
 
 
 def number_of(learn):

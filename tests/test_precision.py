@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from common import *
+from numbered_batches import CancelsBatches
 from fastxtend_accum.windows.gradients import half
 from fastxtend_accum.windows.window import power_of_two
 
@@ -198,6 +199,13 @@ def test_nothing_of_a_lost_window_stays(event, exc):
     fit(learn, 1, reset_opt=True)
     _, expected = train_by_hand(windows(96, 8, 32, 'step', 1), 8)
     assert_same(weights(learn), expected)
+
+
+def test_a_window_of_which_all_batches_are_cancelled_gives_gradients_their_type_back():
+    "The last window is one batch, and makes no sums"
+    learn = half_learner(8, GradientAccumulation(16), CancelsBatches('23', 'after_pred'), n=40)
+    fit(learn, 1)
+    assert all(p.grad_dtype is torch.bfloat16 for p in learn.model.parameters())
 
 
 class Large(nn.Module):

@@ -5,8 +5,6 @@ from numbered_batches import *
 
 pytestmark = pytest.mark.filterwarnings('ignore:before_batch of NotesPosition is called once per window')
 
-EVENTS_BEFORE_THE_PASS = ['before_batch', 'after_pred', 'after_loss', 'before_backward']
-
 
 class NotesPosition(Callback):
     "Notes the position where each epoch begins, and before and after each training batch"
@@ -97,16 +95,17 @@ def test_batches_whose_size_nobody_states_count_the_same():
 
 # Loader batches as rounds: while a window goes on, the position is where it began
 
-def positions_of_rounds(cancelled, n_batches=10, k=4):
-    "Returns the position after each loader batch, of which some are cancelled. A window closes with its last batch"
+def positions_of_rounds(cancelled):
+    "Returns the position after each of 10 loader batches, some of them cancelled. A window of 4 ends with its last"
     res = []
     position = 0
     filled = 0
-    for i in range(n_batches):
-        if str(i) not in cancelled: filled += 1
-        is_last = i == n_batches-1 and str(i) not in cancelled
-        if filled == k or is_last: filled = 0
-        if not filled: position = (i+1)/n_batches
+    for i in range(10):
+        counts = str(i) not in cancelled
+        if counts: filled += 1
+        is_last = counts and i == 9
+        if filled == 4 or is_last: filled = 0
+        if not filled: position = (i+1)/10
         res.append(position)
     return res
 
@@ -118,7 +117,7 @@ def positions_of_rounds(cancelled, n_batches=10, k=4):
     '0',  # of the fit
     '34',  # the last one of a window, and the one that takes its place
     '9'  # of the epoch: its window is closed after the last round
-], EVENTS_BEFORE_THE_PASS, [0, 45]))
+], BEFORE_THE_PASS, [0, 45]))
 def test_where_loader_batches_are_logged_the_position_moves_with_each_window(cancelled, event, order):
     "One that has lost a batch takes the next one. A cancelled batch was read, so the next window begins after it"
     # The size would change at the end, so the position goes by samples

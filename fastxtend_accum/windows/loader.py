@@ -191,7 +191,7 @@ class EpochPlan:
         self.remainder = 'step' if remainder == 'carry' and is_last_epoch else remainder
         self.start = -sum(carried)  # where the first batch begins
         self.windows = []  # pairs (start, size), both in samples
-        self.n_batches = 0  # batches of all windows, and those in `left`; a piece counts as a batch
+        self.n_batches = 0  # batches of all windows; a piece counts as a batch
         self.left = []  # the samples of each of the last batches, if they fill no window
         self.plan_windows()
         self.ends = [start+size for start,size in self.windows]
@@ -275,7 +275,9 @@ def plan_windows(self:EpochPlan):
         window = []
         start = end
     if window and self.remainder == 'step': self.windows.append((start, end-start))
-    else: self.left = window
+    else:
+        self.left = window
+        self.n_batches -= len(window)  # this epoch does not run them
 
 # %% ../../nbs/windows/08_loader.ipynb #df804201
 class EpochBatches(GetAttr):

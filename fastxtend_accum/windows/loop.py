@@ -170,6 +170,8 @@ def next_round(self:WindowLoop)->bool:
     still open, as it may be after a round of log_accum_batch=False. Returns False, and begins no window, if no batch is
     left, or if the batches that are left do not fill a window"""
     if self.window.is_open: return self.batches.advance()
+    # The last window has begun, but callbacks have cancelled all its batches. Its gradients get their own type back
+    if self.window.grads is not None: self.discard_window()
     self.between_windows()
     start = self.batches.samples_read
     size = self.batches.plan.window_size(start)
@@ -420,18 +422,20 @@ def step_window(self:WindowLoop):
     the gradients of the next batch to them"""
     if self.log_accum_batch: self.show_window_loss()
     self.cb.report_step()
+    n_steps_before = self.n_steps
     try: self.take_step()
     except (CancelBatchException, CancelEpochException, CancelTrainException) as e:  # training goes on after these
-        if not self.window.is_single: self.drop_cancelled(e)
+        has_stepped = self.n_steps > n_steps_before  # if so, `e` was raised in `after_step`
+        if not self.window.is_single: self.drop_cancelled(e, has_stepped)
         raise
     self.learn.opt.zero_grad()
 
 @patch
-def drop_cancelled(self:WindowLoop, e:Exception):
+def drop_cancelled(self:WindowLoop, e:Exception, has_stepped:bool):
     """After a callback has raised `e` in the step of a window with several micro-batches: drops the gradients, because
-    means have no weight in the sums of the next window. Warns if `e` is a CancelBatchException, since the user may have
-    meant a CancelStepException"""
-    if isinstance(e, CancelBatchException):
+    means have no weight in the sums of the next window. If the step was not taken, warns about a CancelBatchException,
+    since the user may have meant a CancelStepException"""
+    if isinstance(e, CancelBatchException) and not has_stepped:
         self.fit.warn_once(f"{callback_that_raised(e)} cancels a window at its step (CancelBatchException): its "
                            "gradient is dropped, and adds to no other. To skip a step, raise CancelStepException")
     self.drop_gradients()
