@@ -21,6 +21,9 @@ class HoldsPython(Callback):
 def graph(): return Graph(fit(make(HoldsPython()), 1))
 
 
+def digest(graph, value, is_data=False): return DigestPickler(graph, is_data).digest(value)
+
+
 class Evil:
     def __init__(self, *reduced): self.reduced = reduced
     def __reduce__(self): return self.reduced
@@ -60,17 +63,17 @@ def test_digests_of_numpy_1_and_2_are_the_same(graph, value):
 
 
 def test_an_array_of_the_data_is_kept_unless_it_is_large(graph):
-    assert DigestPickler(graph, is_data=True).digest(np.zeros(5000)).not_kept is None
-    assert DigestPickler(graph, is_data=True).digest(np.zeros(500_000)).not_kept == 'it is large'
+    assert digest(graph, np.zeros(5000), is_data=True).not_kept is None
+    assert digest(graph, np.zeros(500_000), is_data=True).not_kept == 'it is large'
 
 
 @pytest.mark.parametrize('kind', [int, np.int64])
 def test_an_order_of_the_data_is_kept_whatever_its_length(graph, kind):
     order = [kind(i) for i in range(2000)]
-    digest = DigestPickler(graph, is_data=True).digest(order)
+    before = digest(graph, order, is_data=True)
     order[1], order[2] = order[2], order[1]
-    assert digest.not_kept is None
-    assert DigestPickler(graph, is_data=True).digest(order).value != digest.value
+    assert before.not_kept is None
+    assert digest(graph, order, is_data=True).value != before.value
 
 
 def test_a_file_cannot_name_an_array_that_writes_a_file(graph):
@@ -102,7 +105,7 @@ def test_values_come_back(name, graph):
     graph.write(value, file)
     found = graph.read(file.getvalue())
     assert type(found) is type(value)
-    digests = [DigestPickler(graph).digest(o).value for o in (value, found, other)]
+    digests = [digest(graph, o).value for o in (value, found, other)]
     assert digests[0] == digests[1]
     assert digests[0] != digests[2]
 
@@ -121,14 +124,14 @@ def test_a_set_has_the_same_digest_in_whatever_order_it_is(graph):
     both = [Point(), 'point']
     in_reverse = both[::-1]
     assert [*{*both}] != [*{*in_reverse}]
-    assert DigestPickler(graph).digest({*both}).value == DigestPickler(graph).digest({*in_reverse}).value
+    assert digest(graph, {*both}).value == digest(graph, {*in_reverse}).value
 
 
 def test_a_set_of_objects_without_an_order_is_not_kept(graph):
     "Their addresses differ in the next process. A set of layers, which have paths, is kept"
-    assert DigestPickler(graph).digest({Item(), Item()}).not_kept == 'it is a set of objects that have no order'
+    assert digest(graph, {Item(), Item()}).not_kept == 'it is a set of objects that have no order'
     layers = {*graph.objects['model'].modules()}
-    assert DigestPickler(graph).digest(layers).not_kept is None
+    assert digest(graph, layers).not_kept is None
 
 
 class OwnSet(set): pass
@@ -144,4 +147,4 @@ class Silent:
     (OwnSet([1]), 'test_pickles.OwnSet'),
     (Silent(), 'RuntimeError')])
 def test_what_could_not_be_read_again_is_not_kept(value, text, graph):
-    assert re.search(text, DigestPickler(graph).digest(value).not_kept)
+    assert re.search(text, digest(graph, value).not_kept)

@@ -136,8 +136,8 @@ class Recurrent(nn.Module):
 
 
 def test_a_recurrent_layer_of_a_script_without_a_seed_goes_on_before_its_second_save():
-    """WeightDropout has drawn a tensor that is no weight, which the layer also holds in a list. No file can hold its weak
-    references, which cause no warning"""
+    """WeightDropout has drawn a tensor that is no weight, which the layer also holds in a list. No file can hold its
+    weak references, which cause no warning"""
     assert_goes_on(lambda: train(learner(m=nn.Sequential(Recurrent(), nn.Linear(WIDTH, 1)))), at=3)
 
 
