@@ -61,7 +61,8 @@ def explain(
     if not found: return {},[]
     whole_again = train(learn, (use_whole_batches,), seed=seed)
     without_windows = distances(whole_again, run((use_whole_batches,), False))  # `compare` has made this run
-    # A difference is due to windows if it is far larger with them. A name may be missing in `without_windows`
+    # A difference is due to windows if it is far larger with them. If a value is missing in `without_windows`, one of
+    # the runs on whole batches has not left it, and it is not due to windows that another run has
     due_to_windows = {name:o for name,o in found.items()
         if o > 100*without_windows.get(name, math.inf)}
     # The weights become NaN, or something draws random numbers without a seed: then no suspect can be judged

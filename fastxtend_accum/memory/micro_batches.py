@@ -134,7 +134,7 @@ def end_split_batch(loop:WindowLoop, losses_before:tuple):
     # have cancelled all backward passes, the batch does not count, as a whole batch would not
     if not losses.n_micro: return
     learn.loss = window.mean_of(losses)
-    learn.loss_grad = learn.loss
+    learn.loss_grad = learn.loss  # for callbacks that read it in `after_batch`; the backward passes are over
     # A callback may have cancelled the backward pass of 8 of 32 samples. They still count as part of the window, so
     # that it does not wait for 8 more
     n_cancelled = loop.batches.current.samples-losses.samples

@@ -99,7 +99,8 @@ def keep_trained(self:SavedFit):
 @patch
 def end(self:SavedFit):
     """After the fit: saves the final state, in case the process is killed in a later fit. If no epoch has run, that is
-    the state of the file: the saved fit was complete, or a callback has cancelled this fit before its place"""
+    the state of the file: the saved fit was complete; or a callback has cancelled this fit before it came to the place
+    of the file, and a fit that is cancelled ends with the last state that it had"""
     # `begin` has restored the state of a complete fit, but since then callbacks' `after_fit` may have changed it
     if self.found: self.restore()
     self.save(None)

@@ -240,9 +240,10 @@ def state(self:Graph)->dict:
                 if not is_as_it_was: lost[part] = not_kept
                 continue
             digests[part] = digest.value
-            # A folder may be moved before the fit goes on. If the fit has not changed a path, the new process has it
-            keeps_path = is_as_it_was and digest.folders and digest.folders == self.folders[part]
-            if not keeps_path: values[part] = value
+            # A folder may be moved before the fit goes on. So a path that the fit has not changed is left out, and the
+            # new process has the path as it is then
+            is_same_path = is_as_it_was and digest.folders and digest.folders == self.folders[part]
+            if not is_same_path: values[part] = value
     file = io.BytesIO()
     self.write(rest, file)
     return dict(weights=weights, rest=file.getvalue(), digests=digests, lost=lost)

@@ -43,11 +43,14 @@ generators = SharedGenerators,random.Random,np.random.RandomState,np.random.Gene
 # %% ../../nbs/resuming/00_parts.ipynb #ab98ece6
 # Attributes
 
-# Libraries whose objects show something, log to another place, or are set up by each process
-_outside = set('fastprogress tqdm rich matplotlib IPython wandb tensorboard tensorboardX comet_ml mlflow neptune '
-               'clearml optuna accelerate plum fsspec'.split())
+# Libraries whose objects are not kept, wherever they are
+_outside = set(
+    'fastprogress tqdm rich matplotlib IPython '  # they show something
+    'wandb tensorboard tensorboardX comet_ml mlflow neptune clearml optuna '  # they log to another place
+    'accelerate plum fsspec'.split())  # each process sets them up: its group, its functions by types, its file systems
 
-# Attributes that each process sets by itself, by the class that sets them
+# Attributes that each process sets by itself, by the class that sets them. Without an entry here, a fit could not be
+# resumed, because a part of it differs, or AutoResume would warn that it does not keep it
 _left_out = set(
     'Learner.model DataLoaders.loaders '  # `DistributedTrainer` wraps them
     'Learner.dl Learner.xb Learner.yb Learner.pred Learner.loss_grad '  # of the present batch
