@@ -64,7 +64,7 @@ def make_small(cb:WindowCallback, size:int, window:int):
 # %% ../../nbs/checking/01_trial.ipynb #4ed5de6e
 _deepcopy = Tensor.__deepcopy__
 
-def deepcopy_tensor(t:Tensor, memo:dict)->Tensor:
+def deepcopy_tensor(t:Tensor, memo:dict):
     """Copies a tensor, in place of `Tensor.__deepcopy__`. That method refuses to copy the result of a computation that
     has a graph. Here, the copy has no graph"""
     # Not `_deepcopy(t.detach(), memo)`, which enters the id of a temporary: another tensor may get it afterwards
