@@ -29,7 +29,7 @@ __all__ = ['GradientAccumulation', 'can_be_smaller']
 # %% ../nbs/00_accumulation.ipynb #d094627a
 class GradientAccumulation(WindowCallback):
     "Accumulate gradients over `accum_bs` samples, then take an optimizer step as for one batch of that size"
-    lead_rank = 0  # the lowest: beside other WindowCallbacks, this one runs the batches
+    lead_rank = 0  # the lowest: alongside other WindowCallbacks, this one runs the batches
     def __init__(self,
         accum_bs:int|None=None, # Samples per step, over all processes; None: 32, or `bs` if `micro_batch_size` is set
         n_acc:int|None=None, # fastai's name for `accum_bs`; pass only one of the two
@@ -68,15 +68,18 @@ class GradientAccumulation(WindowCallback):
         return self.loop.n_steps if self.loop else 0
     @property
     def micro_bs(self)->int|None:
-        """The most samples that the model sees at a time: the size of a loader batch or of a piece of it,
-        `micro_batch_size`, or the size of a GradientCache in the same fit, whichever is smallest. Micro-batches of
-        nearly equal size may stay below it. None before a fit, or if no size is known"""
+        """The most samples that the model sees at a time. None before a fit, or if no size is known. Micro-batches of
+        nearly equal size may stay below it. It is the smallest of
+
+        - `micro_batch_size`
+        - the size of a GradientCache in the same fit
+        - the size of a loader batch or, if a batch is cut into several windows, of a piece of it"""
         loop = self.loop
         if loop is None or loop.batches is None: return None
-        # The strategy has the size that `micro_batch_size` sets. Among the savers of memory, a GradientCache has a size
+        # `self.strategy` has the size that `micro_batch_size` sets. Among the savers, a GradientCache has a size
         limits = [o.micro_bs for o in (self.strategy, *loop.strategy.savers)]
         plan = loop.batches.plan
-        # If windows are pieces of loader batches, the largest window of the fit is the largest piece
+        # A whole batch has one piece. Otherwise the largest window of the fit is the largest piece
         if plan.info.batch_size: limits.append(math.ceil(plan.bs/plan.largest.n_pieces))
         return min([o for o in limits if o], default=None)
 
@@ -121,7 +124,7 @@ def remainder_for(self:GradientAccumulation, dl)->str:
 
 @patch
 def check(self:GradientAccumulation, plan:EpochPlan):
-    "Raises ValueError if the windows do not suit the Learner; warns about callbacks and hooks that see parts of them"
+    "Raises ValueError if windows are not compatible with the Learner; warns about callbacks and hooks that see parts"
     WindowCallback.check(self, plan)  # by its name, because `super()` does not work in a function with `@patch`
     fit = self.loop.fit
     if self.accum_bs: self.check_multiples(plan.info, fit.processes.n)
@@ -142,7 +145,8 @@ _hooks_warning = (
 
 @patch
 def warn_of_late_callbacks(self:GradientAccumulation):
-    "Warns about callbacks that may prepare batches, but see windows, because they come after the Recorder"
+    """Warns about callbacks whose `before_batch` is called once per window, because they come after the Recorder. If
+    they prepare batches, they have to see each loader batch (see `prepares`)"""
     late = [cb for cb in self.learn.cbs if not prepares(cb) and has_event(cb, 'before_batch')]
     # fastai's own callbacks of this order prepare no batches: they set rates, or start a clock
     names = [type(cb).__name__ for cb in late if not is_from_fastai(cb, 'before_batch')]
@@ -166,7 +170,7 @@ def begin_fit(self:GradientAccumulation):
 
 @patch
 def new_loggers(self:GradientAccumulation)->Loggers:
-    "Returns the loggers of the Learner, which see windows"
+    "Returns the loggers of the Learner. With `log_accum_batch`, the loop makes them see each window as one batch"
     return Loggers(self.learn)
 
 _messages = {
@@ -194,8 +198,9 @@ def print_line(self:GradientAccumulation):
 
 @patch
 def description(self:GradientAccumulation)->str:
-    """Returns the line that says how windows are made up, and how a step differs from the step on one large batch.
-    Called in training, when a batch has run, whose forward pass has shown what differs"""
+    """Returns the line that says how windows are composed, such as '16 samples per step, at most 8 at a time', and how
+    a step differs from the step on one large batch. Called in training, when a batch has run, whose forward pass has
+    shown what differs"""
     loop = self.loop
     plan = loop.batches.plan
     bs = plan.info.batch_size or loop.batches.current.samples  # if the loader states no size, that of the last batch
@@ -218,7 +223,9 @@ def can_be_smaller(dl, bs:int)->bool:
     batches of `bs`"""
     is_independent = isinstance(dl, DataLoader) and type(dl).__name__ in _independent
     if not is_independent: return False
-    yields_all = not dl.drop_last and dl.n == length_of(dl, 'dataset')  # `new` forgets an `n` of its own
+    # A loader may have been made with an `n` of its own, which is less than its data set. `new` would forget it, and
+    # yield the whole data set
+    yields_all = not dl.drop_last and dl.n == length_of(dl, 'dataset')
     return yields_all and bs < (dl.bs or 0)
 
 @patch

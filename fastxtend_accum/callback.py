@@ -73,9 +73,9 @@ class WindowCallback(Callback):
         "Returns what happens to batches at the end of an epoch that do not fill a window: 'step', 'carry' or 'drop'"
         return 'step'
     def sizes_by_argument(self)->dict:
-        """Returns the window sizes that the user has passed, as {name of the argument: size}, in samples of all
-        processes. A size is None if the user has passed none. Errors name the argument; a plan looks for the
-        smallest and the largest size"""
+        """Returns the window sizes that the user has passed, in samples of all processes, such as {'accum_bs': 32}; a
+        size is None if the user has passed none. A schedule has several of them. Errors name the argument; a plan looks
+        for the smallest and the largest size"""
         return dict(accum_bs=self.accum_bs)
     def window_size_at(self, pct_train:float, n_epoch:int, global_bs:int)->float:
         """Returns the wanted size of a window that begins at `pct_train` of a fit of `n_epoch`, in samples of all
@@ -100,6 +100,7 @@ def before_fit(self:WindowCallback):
     """Reads the settings, which may have changed since the last fit. The loop of that fit, with its counts, is kept
     until training begins, since `learn.summary()` and TTA begin a fit without training"""
     if not self.learn:
+        # It was added to two Learners. One has removed it, which sets `learn` to None; the other one sends the event
         warn_user(f"{type(self).__name__} was removed from its Learner, and does nothing: make one for each Learner")
         return
     if is_validating(self.learn): return
@@ -124,7 +125,7 @@ def extend_lr_find(self:WindowCallback, finder:LRFinder):
     # With an LRFinder the size is the same in the whole fit: at 0, and for any number of epochs. fastai runs `lr_find`
     # in one process, so a batch of all processes is a loader batch
     size = self.window_size_at(pct_train=0., n_epoch=1, global_bs=info.planned_batch_size)
-    largest = 1.5*size  # a window is rounded to loader batches
+    largest = 1.5*size  # a window is rounded to whole loader batches: a size of 1.5 batches becomes 2
     samples = finder.num_it*largest
     # Twice as many, because an epoch may use little more than half of its samples, if it drops a window that is almost
     # full
@@ -156,16 +157,16 @@ def begin_in_middle(self:WindowCallback):
     were carried into this epoch, the plan needs only the sizes; `go_to` brings back the batches that have not run"""
     place = self.place
     self.place = None
-    self.prepare_epoch([], place['batches']['carried'])
+    self.prepare_epoch([], place['batches']['carried'])  # sizes, as `EpochBatches.state` returns them
     self.loop.go_to(place)
 
 @patch
 def prepare_epoch(self:WindowCallback,
     carried:list[LoaderBatch], # Left over from the last epoch
-    carried_sizes:list[int], # Their planned samples
+    carried_sizes:list[int], # Planned samples of all batches that were carried, also of those that ran before a kill
 ):
-    """Plans the windows of this epoch, and checks whether they suit the Learner; sets `learn.dl` to an `EpochBatches`,
-    which `Learner.all_batches` then runs"""
+    """Plans the windows of this epoch, and checks whether the Learner can run them; sets `learn.dl` to an
+    `EpochBatches`, which `Learner.all_batches` then runs"""
     learn,loop = self.learn,self.loop
     plan = self.plan_of(learn.dl, learn.epoch, learn.n_epoch, loop.fit.processes.n, carried_sizes)
     self.check(plan)  # in each epoch, because a callback may have changed sizes, the DataLoader or the optimizer
@@ -183,8 +184,8 @@ def begin_epoch_at(self:WindowCallback, place:dict):
 def check_ownership(self:WindowCallback):
     "Raises an error if this callback was added twice, or to two Learners"
     learn,name = self.learn,type(self).__name__
-    # The Learner that trains has sent the event. If that is not `self.learn`, then `self.learn` is a second Learner, to
-    # which the callback was added later. It does not train: it has no `dl`, or validates, or has validated with it
+    # A Learner that begins to train has sent this event. If it is `self.learn`, then `self.learn` trains, and has a
+    # `dl`. If `self.learn` does not train, the event is from another Learner, and the callback was added to both
     trains = learn.training and getattr(learn, 'dl', None) is not None
     if not trains:
         raise RuntimeError(f"this {name} belongs to another Learner: give each one of its own")
@@ -199,7 +200,8 @@ def begin_fit(self:WindowCallback):
     savers = self.memory_savers()
     # Runs batches in the contexts of the savers, and again with less memory if it runs out
     strategy = RetryOnOutOfMemory(self.strategy, savers) if savers else self.strategy
-    # If one of them adapts, one process may repeat a pass that the others run once
+    # A saver that adapts saves more memory once it has run out, and the batch runs again. So one process may repeat a
+    # pass that the others run once
     processes = Processes(learn, may_retry=any(o.adapt for o in savers))
     learn.opt.zero_grad()
     self.loop = WindowLoop(FitContext(learn, self, processes), strategy, self.new_loggers())
@@ -226,7 +228,7 @@ def plan_of(self:WindowCallback,
     "Returns the plan of the windows of `dl` in an `epoch`; raises ValueError if a size in the fit is invalid"
     info = self.loader_info_of(dl)
     def size_at_pct(pct_train:float)->float:
-        "Returns the wanted size of a window, in samples of one process"
+        "Returns the wanted size of a window, in samples of one process; `window_size_at` counts those of all processes"
         return self.window_size_at(pct_train, n_epoch, info.planned_batch_size*n_processes)/n_processes
     # Sizes of the fit, among them the smallest and the largest. The curve of a schedule may leave the range between its
     # ends, so look at each percent; and a size of `SchedSteps` may hold for less than a percent
@@ -251,7 +253,7 @@ def loader_info_of(self:WindowCallback, dl)->LoaderInfo:
 
 @patch
 def check(self:WindowCallback, plan:EpochPlan):
-    "Raises ValueError if the callback does not suit its Learner. Called before each epoch, with its plan"
+    "Raises ValueError if the callback is not compatible with its Learner. Called before each epoch, with its plan"
     check_learner(self.learn, self)
     self.check_loop()
     has_half = any(p.dtype in half for p in trained_params(self.learn.opt))

@@ -56,7 +56,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
         scale:dict[str,Callable]|None=None, # Rules `f(value, ratio)` by hyper-parameter, such as `{'lr':sqrt_scale}`
         **kwargs, # Further arguments of `GradientAccumulation`
     ):
-        check_size('start_accum_bs', start_accum_bs)  # before the base class puts its default in the place of None
+        check_size('start_accum_bs', start_accum_bs)  # before the base class puts its default in place of None
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')  # for loggers, which log what it stores
         super().__init__(
             start_accum_bs,
@@ -85,7 +85,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
 @patch
 def sizes_by_argument(self:GradientAccumulationSchedule)->dict:
     """Returns {argument name: size}. With `SchedSteps`, the user has passed a size for each point, and errors name the
-    point, such as 'steps[0.5]'"""
+    point: {'steps[0]': 64, 'steps[0.5]': 128}"""
     if isinstance(self.schedule, _Steps): return self.schedule.sizes_by_point  # `SchedSteps` has made this schedule
     return dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)
 
@@ -112,8 +112,8 @@ def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:i
     """Returns the wanted size of a window that begins at `pct_train` of a fit, in samples of all processes: the size at
     the start or at the end, or one on the curve between them. Raises ValueError if the schedule gives less than a
     sample, or does not fit into `n_epoch`"""
-    is_finding = self.learn is not None and is_finding_rate(self.learn)
-    if is_finding: return self.start_accum_bs  # the rate is found for the size at the start
+    # `lr_find` finds the rate for the size at the start. Before there is a Learner, `preview` asks for sizes
+    if self.learn and is_finding_rate(self.learn): return self.start_accum_bs
     start,finish = self.start_and_finish(n_epoch)
     if pct_train >= finish-_tiny: return self.final_accum_bs
     if pct_train < start-_tiny: return self.start_accum_bs
@@ -128,7 +128,7 @@ def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:i
 # %% ../nbs/01_schedule.ipynb #94b727d4
 @patch
 def check(self:GradientAccumulationSchedule, plan:EpochPlan):
-    "Raises TypeError or ValueError if the schedule does not suit its Learner"
+    "Raises TypeError or ValueError if the schedule is not compatible with its Learner"
     GradientAccumulation.check(self, plan)
     check_scale(self.scale, self.learn.opt)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 
-from ..windows.loop import WholeBatch,WindowLoop
+from ..windows.loop import Strategy,WindowLoop
 from ..windows.nested import (NotBySample,NotSamplesFirst,join,map_tensors,part_bounds,slice_fields,slice_rows,
                               tensors_in)
 from ..windows.processes import inner_model
@@ -72,9 +72,9 @@ def check_samples_first(b, n:int, samples:int):
                      "time, or leave micro_batch_size out")
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e39c522b
-class MicroBatches(WholeBatch):
+class MicroBatches(Strategy):
     "A strategy that runs a loader batch in micro-batches of at most `micro_bs` samples"
-    may_repeat = True  # see WholeBatch: a loader batch may have several forward passes
+    may_repeat = True  # see Strategy: a loader batch may have several forward passes
     def __init__(self,
         micro_bs:int|None=None, # None: the whole batch, with which AutoMicroBatches begins
     ):

@@ -11,7 +11,7 @@ from contextlib import ExitStack,nullcontext
 from fastai.basics import *
 
 from ..windows.gradients import gradients,params_in
-from ..windows.loop import WholeBatch,WindowLoop
+from ..windows.loop import Strategy,WindowLoop
 from ..windows.processes import inner_model
 from ..windows.state import Snapshot
 from .out_of_memory import free_memory,is_out_of_memory
@@ -83,11 +83,11 @@ def copy_of_grad(grad:Tensor|None)->Tensor|None:
     return None if grad is None else grad.clone()
 
 # %% ../../nbs/memory/04_retry.ipynb #b7fc0e06
-class RetryOnOutOfMemory(WholeBatch):
+class RetryOnOutOfMemory(Strategy):
     """A strategy that runs a loader batch by another `strategy`, in the contexts of the `savers`; again and again, with
     less memory, if it runs out and a saver adapts"""
-    may_repeat = True  # see WholeBatch: a loader batch may have several forward passes
-    def __init__(self, strategy:WholeBatch, savers:list[MemorySaver]):
+    may_repeat = True  # see Strategy: a loader batch may have several forward passes
+    def __init__(self, strategy:Strategy, savers:list[MemorySaver]):
         self.strategy = strategy
         self.savers = savers
         self.adapting = [o for o in savers if o.adapt]

@@ -24,7 +24,8 @@ def has_event(cb, event:str)->bool:
     was passed to it, as in `Callback(after_loss=f)`"""
     kind = type(cb)
     # fastai sends an event by `cb(event)`. `Callback.__call__` then calls the method of that name, if there is one. A
-    # class with its own `__call__`, or its own `__getattr__`, which may make up methods, may handle any event
+    # class may have its own `__call__`, or its own `__getattr__`, which may return a function for any name. So it may
+    # handle any event
     has_own_call = kind.__call__ is not Callback.__call__
     has_own_getattr = kind.__getattr__ is not Callback.__getattr__
     if has_own_call or has_own_getattr: return True
@@ -83,7 +84,8 @@ class Events:
 
 # %% ../../nbs/windows/09_events.ipynb #7d2d3d96
 def prepares(cb)->bool:
-    "Returns whether `cb` prepares loader batches if it has `before_batch`: its order is lower than the Recorder's, 50"
+    """Returns whether `before_batch` of `cb` prepares loader batches, because its order is lower than the Recorder's,
+    50. A callback without `before_batch` prepares none, whatever this returns"""
     return cb.order < Recorder.order
 
 @patch
@@ -102,7 +104,7 @@ def before_batch_to_others(self:Events):
 def end_batch_for_preparing(self:Events):
     """Ends a batch that is not the last one of its window, for the callbacks that prepare each batch and clean up after
     it, since they have `before_batch` and `after_batch`. The batch has no step of its own, so these callbacks get the
-    events of a cancelled batch, as beside fastai's own GradientAccumulation, which cancels such batches"""
+    events of a cancelled batch, as alongside fastai's own GradientAccumulation, which cancels such batches"""
     cleaning = [cb for cb in self.having('after_batch') if prepares(cb) and cb in self.table['before_batch']]
     for event in ('after_cancel_batch','after_batch'):
         for cb in cleaning: cb(event)

@@ -37,8 +37,8 @@ def optimizers_of(cb)->list:
     return [o for o in held if isinstance(o, (Optimizer,OptimWrapper,torch.optim.Optimizer))]
 
 def extra_params(learn)->list:
-    """Returns the parameters of the loss, as in a center loss, and of optimizers that callbacks hold. The Learner's
-    optimizer need not contain them"""
+    """Returns the parameters of the loss, as in a center loss, and of optimizers that callbacks hold. They are trained,
+    too, though mostly not by the Learner's optimizer, so its parameters do not include them"""
     res = []
     for cb in learn.cbs:
         for opt in optimizers_of(cb):
@@ -52,7 +52,12 @@ half = torch.bfloat16,torch.float16
 can_sum_in_float32 = hasattr(Tensor, 'grad_dtype')
 
 class WindowParams:
-    "The parameters of `learn` whose gradients a window sums"
+    """The parameters of `learn` whose gradients a window sums, in several lists:
+
+                                                                  guarded    extra    summed    outside
+        of the Learner's optimizer                                      x                  x
+        of the model, but not of the optimizer                          x                  x          x
+        of the loss, and of optimizers that callbacks hold                       x         x          x"""
     def __init__(self, learn):
         self.opt = learn.opt
         # While a window of several micro-batches runs, callbacks may not change these gradients (`GradientSums.check`)
@@ -62,7 +67,7 @@ class WindowParams:
         self.extra = extra_params(learn)
         self.summed = uniqueify([*self.guarded, *self.extra])
         in_opt = {*params_in(learn.opt)}
-        self.outside = [p for p in self.summed if p not in in_opt]  # whose gradients `opt.zero_grad` leaves
+        self.outside = [p for p in self.summed if p not in in_opt]  # whose gradients `opt.zero_grad` does not clear
         self.in_float32 = []  # half-precision weights, whose gradients are summed in float32
         if can_sum_in_float32: self.in_float32 = [p for p in self.summed if p.dtype in half]
 

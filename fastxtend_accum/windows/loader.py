@@ -26,7 +26,7 @@ def batch_source(dl):
     return sampler if type(sampler) is torch.utils.data.BatchSampler else dl
 
 def loader_bs(dl)->int|None:
-    "Returns the samples in a batch as `dl` counts them, its `bs` or `batch_size`; None if it has neither"
+    "Returns the number of samples in a batch as `dl` counts them, its `bs` or `batch_size`; None if it has neither"
     return getattr(dl, 'bs', None) or getattr(batch_source(dl), 'batch_size', None)
 
 def drops_last(dl)->bool:
@@ -43,8 +43,8 @@ def length_of(o, name:str)->int|None:
     except (AttributeError, TypeError): return None
 
 def dataset_size(dl)->int|None:
-    """Returns the samples that `dl` draws in an epoch, in this process. These may be fewer or more than its data set
-    has, if it has a sampler. None if the number is not known"""
+    """Returns the number of samples that `dl` draws in an epoch, in this process. With a sampler, it may draw fewer or
+    more than its data set has. None if the number is not known"""
     if is_distributed(dl):
         n = dataset_size(dl.dl)
         return None if n is None else math.ceil(n/dl.world_size)
@@ -102,7 +102,8 @@ def loader_info(
     # The comments are for 20 samples in batches of 8
     n_full = n_samples//bs  # 2
     n_all = math.ceil(n_samples/bs)  # 3, with the incomplete batch
-    if is_distributed(dl) and dl.drop_last: n_batches = n_full  # its length is 3, although it drops a batch
+    # DistributedDL has a bug: if it drops the incomplete batch, its length still counts it, and is 3
+    if is_distributed(dl) and dl.drop_last: n_batches = n_full
     # `drop_last` is not asked, because samplers and wrappers need not have it
     is_exact = n_batches in (n_full, n_all)
     n_planned = n_batches*bs
@@ -120,8 +121,8 @@ class WindowShape(NamedTuple):
     n_pieces:int = 1
 
     def samples(self, bs:int)->int:
-        """Returns the samples in a window, if loader batches have `bs`. Pieces may differ by one sample: 4 pieces of a
-        batch of 10 have 2 or 3 samples. If they do, returns the smaller number"""
+        """Returns the number of samples in a window, if loader batches have `bs`. Pieces may differ by one sample: 4
+        pieces of a batch of 10 have 2 or 3 samples. If they do, returns the smaller number"""
         return bs*self.n_batches//self.n_pieces
 
 def nearest_shape(size:float, bs:int)->WindowShape:
@@ -151,11 +152,12 @@ class LoaderBatch(NamedTuple):
         return self._replace(data=map_tensors(torch.clone, self.data))
 
     def piece(self, start:int, end:int)->LoaderBatch:
-        "Returns the batch of the samples from `start` to `end`; raises ValueError if the tensors cannot be sliced"
+        """Returns the batch of the samples from `start` to `end`; raises ValueError if the tensors cannot be sliced.
+        All counts are cut in the same proportion: of 4 samples with 8 rows, samples 1 to 3 have rows 2 to 6"""
         first = self.rows*start//self.samples
         last = self.rows*end//self.samples
         data = slice_fields(self.data, first, last, self.rows)
-        # All pieces together have the planned samples of the batch, which may be other than its samples
+        # The difference of two rounded positions, so that all pieces together have the planned samples of the batch
         planned = self.planned*end//self.samples - self.planned*start//self.samples
         piece = LoaderBatch(data, end-start, planned, last-first)
         # A slice may begin at any address, where some kernels compute in another order, and so round differently. A
@@ -211,9 +213,13 @@ class EpochPlan:
 
     def position(self, samples:int)->float:
         """Returns the position in the epoch, from 0 to 1, after this many `samples`; it is negative in carried batches.
-        If windows vary in size, it is the fraction of the samples that were read. If not, it is the fraction of the
-        windows that have ended, because in fastai each batch advances the position by the same amount. For example, of
-        80 samples, windows of 32, 32 and 16 end at the positions 1/3, 2/3 and 1"""
+        There are two ways to measure it. With 80 samples, in windows of 32, 32 and 16, they give:
+
+            after                    32 samples   64 samples   80 samples
+            windows vary in size           0.4          0.8            1    the fraction of the samples
+            they do not                    1/3          2/3            1    the fraction of the windows that have ended
+
+        The second is what fastai does with batches of 32: each batch advances the position by the same amount"""
         n = len(self.windows)
         if self.sizes_vary or not n: return self.fraction_read(samples)
         return bisect_right(self.ends, samples)/n
@@ -234,7 +240,7 @@ class EpochPlan:
         return nearest_shape(size, self.bs)
 
     def window_size(self, samples:int)->int:
-        "Returns the samples in a window that begins after this many `samples`"
+        "Returns the number of samples in a window that begins after this many `samples`"
         return self.shape(samples).samples(self.bs)
 
 # %% ../../nbs/windows/08_loader.ipynb #a3c1d5e7
@@ -254,7 +260,7 @@ def piece_bounds(self:EpochPlan,
 
 @patch
 def planned_batches(self:EpochPlan)->Iterator[int]:
-    "Yields the samples of each batch that was carried, and of each loader batch of the epoch or its pieces"
+    "Yields the number of samples of each batch that was carried, and of each loader batch of the epoch or its pieces"
     yield from self.carried
     n = self.info.n_planned
     for start in range(0, n, self.bs):
@@ -326,13 +332,13 @@ class EpochBatches(GetAttr):
 @patch
 @contextmanager
 def reading(self:EpochBatches):
-    "The DataLoader runs inside this context"
+    "In this context the loop may read batches; afterwards, the DataLoader is closed, and the current batch released"
     self.source = self.loader_batches()
     try:
-        # The DataLoader draws the random order of its samples when it loads its first batch. In fastai this is at the
-        # beginning of the epoch, before the model draws random numbers, for dropout, say. If carried batches are
-        # waiting, they run before the first batch, so this loads it ahead of time. If AutoResume continues in the
-        # middle of an epoch, batches were loaded before (`n_loaded`), and its reader has drawn the order
+        # The DataLoader draws the random order of its samples when it loads its first batch. As in fastai, this has to
+        # happen before the model runs, which may draw random numbers, too. But carried batches run before the first
+        # batch is needed, so this loads it ahead of time. It is not the first one if AutoResume continues in the middle
+        # of an epoch: then batches were loaded before, and its reader has drawn the order
         if self.waiting and not self.n_loaded: self.load_next()
         yield
     finally:
@@ -343,7 +349,8 @@ def reading(self:EpochBatches):
 def loader_batches(self:EpochBatches)->Iterator[list[LoaderBatch]]:
     "Yields the batches of the DataLoader with their counts, each in a list: whole, or cut into pieces"
     for data in self.read(self.dl):
-        # In planned samples. `samples_read` may be less, because loaded batches may wait before they run
+        # In planned samples, since each batch that was loaded counts as `bs`. `samples_read` counts batches that have
+        # run. It may be less, because loaded batches may wait
         start = self.n_loaded*self.plan.bs
         self.n_loaded += 1
         yield self.pieces_of(self.counted(data, start), start)
@@ -400,10 +407,10 @@ def load_next(self:EpochBatches)->bool:
     return len(pieces) > 0
 
 @patch
-def can_begin_window(self:EpochBatches, size:int)->bool:
-    """Returns whether a window of `size` samples may begin: if fewer are left, only the remainder 'step' allows it. If
-    the length is not exact, it is unknown how many are left. In this case, loads all batches of the window, which wait
-    until they run"""
+def ensure_window(self:EpochBatches, size:int)->bool:
+    """Makes sure that a window of `size` samples may begin; returns False if it may not, because fewer are left, and
+    the remainder is not 'step'. If the length is not exact, only loading them can show this. So this loads all batches
+    of the window, which wait until they run"""
     if self.plan.remainder == 'step': return True
     if self.info.has_exact_length: return self.info.n_planned-self.samples_read >= size
     while sum(o.samples for o in self.waiting) < size:
@@ -426,8 +433,8 @@ def finish_epoch(self:EpochBatches, unfinished:list[LoaderBatch]):
 def is_known_to_be_last(self:EpochBatches)->bool:
     """Returns whether the current batch is the last one, by the length that the DataLoader announces. False if that is
     not exact: then only the next read can show it"""
-    # A batch with 0 planned samples is one that the DataLoader yields beyond its length. More batches may follow it
     has_read_all = self.samples_read == self.info.n_planned
+    # The plan has no samples for a batch that the DataLoader yields beyond its length. More batches may follow it
     return self.info.has_exact_length and has_read_all and self.current.planned > 0
 
 # %% ../../nbs/windows/08_loader.ipynb #0fee206d

@@ -21,7 +21,7 @@ from .step import scaled_hypers,scales_loss
 from .window import Outcome,Window
 
 # %% auto #0
-__all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'replaced_method', 'WholeBatch', 'WindowLoop']
+__all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'replaced_method', 'Strategy', 'WholeBatch', 'WindowLoop']
 
 # %% ../../nbs/windows/15_loop.ipynb #01e1051f
 # sample        an item of the data set, as the DataLoader counts them
@@ -41,13 +41,13 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'replaced_method', 'W
 # preparing     a callback prepares batches if it has before_batch, and its order is below the Recorder's, 50
 
 # run_epoch                      takes the place of fastai's all_batches
-#   next_round                   takes the next batch, and begins a window if none is open
+#   next_round                   takes the next batch; if no window is open, begin_window makes one
 #   run_round                    takes the place of one_batch
 #     run_batches                takes the place of _do_one_batch
 #       begin_round              sends before_batch
 #       run_batch                once per loader batch, by the strategy
 #         run_micro_batch        forward and backward pass, by forward_backward
-#       close_window             finalize_gradients, then take_step
+#       close_window             finalize_gradients, then step_window
 #     end_round                  after after_batch
 #   end_epoch                    closes or carries what is left
 
@@ -87,22 +87,25 @@ def replaced_method(learn)->str|None:
     for name in _methods_of_loop:
         if name in vars(learn): return name
         method = getattr(type(learn), name)
-        # Ours runs in the place of another one: of fastai's, or of a patch that was there before
+        # Ours runs in place of another one: of fastai's, or of a patch that was there before
         if method is all_batches: method = fastai_all_batches
-        # The module where the code of the method was written. `functools.wraps` copies `__module__`, but not this
+        # The module in which the code of the method was written, by its globals. `functools.wraps` gives a wrapper the
+        # `__module__` of the function that it wraps, but the globals stay those of the wrapper's own module
         module = getattr(method, '__globals__', {}).get('__name__')
         if module != 'fastai.learner': return name
     return None
 
-class WholeBatch:
-    """The strategy that runs a loader batch as one micro-batch. It is also the base class of the other strategies, in
-    `memory/`, which run a batch in several micro-batches, or again with less memory. They have these attributes, too"""
+class Strategy:
+    """Base class of what runs a loader batch in training: as a whole (`WholeBatch`) or, in `memory/`, in several
+    micro-batches, or again with less memory. `strategy(loop)` runs the batch that `loop.learn` holds: it calls
+    `loop.run_micro_batch` for each micro-batch"""
     micro_bs = None  # samples in a micro-batch, at most; None: the whole batch. GradientAccumulation reads it
     may_repeat = False  # whether a loader batch may have several forward passes. `run_batch` prepares for these
     savers = ()  # callbacks and strategies that save memory in the passes. `GradientAccumulation.micro_bs` reads them
 
+class WholeBatch(Strategy):
+    "Runs a loader batch as one micro-batch"
     def __call__(self, loop:WindowLoop):
-        "Runs the loader batch that `loop.learn` holds"
         loop.run_micro_batch(loop.batches.current.samples, loop.rows_of_batch())
 
 # %% ../../nbs/windows/15_loop.ipynb #4173aa1f
@@ -110,7 +113,7 @@ class WindowLoop:
     "Runs the training batches of one fit"
     def __init__(self,
         fit:FitContext,
-        strategy:Callable, # `strategy(loop)` runs a loader batch: it calls `run_micro_batch` for each of its parts
+        strategy:Strategy, # Runs each loader batch
         loggers:Loggers,
     ):
         # These last for the fit
@@ -129,7 +132,7 @@ class WindowLoop:
         # `begin_epoch` sets these for an epoch
         self.batches = None
         self.progress = None
-        # `next_round` sets these for a window, and `discard_window` may empty the window
+        # `begin_window` sets these for a window, and `discard_window` may empty the window
         self.window = Window()
         self.begun_at = 0  # samples of the epoch that were read before the window
         # `run_batch` sets this for a loader batch
@@ -166,16 +169,21 @@ def run_epoch(self:WindowLoop):
 
 @patch
 def next_round(self:WindowLoop)->bool:
-    """Goes on to the first batch of the next round, and returns True. Begins a window with this batch, unless one is
-    still open, as it may be after a round of log_accum_batch=False. Returns False, and begins no window, if no batch is
-    left, or if the batches that are left do not fill a window"""
+    """Goes on to the first batch of the next round. It goes on with the window if one is still open, as it may be after
+    a round of log_accum_batch=False. If none is open, it begins one. Returns False if the epoch has no further round"""
     if self.window.is_open: return self.batches.advance()
+    return self.begin_window()
+
+@patch
+def begin_window(self:WindowLoop)->bool:
+    """Puts a new window in place of the last one, goes on to its first batch, and returns True. Returns False, and
+    keeps the last window, if no batch is left, or if too few are left for a window and the remainder is not 'step'"""
     # The last window has begun, but callbacks have cancelled all its batches. Its gradients get their own type back
     if self.window.grads is not None: self.discard_window()
     self.between_windows()
     start = self.batches.samples_read
     size = self.batches.plan.window_size(start)
-    has_batch = self.batches.can_begin_window(size) and self.batches.advance()
+    has_batch = self.batches.ensure_window(size) and self.batches.advance()
     if has_batch:
         self.window = Window(size)
         self.begun_at = start
@@ -183,8 +191,12 @@ def next_round(self:WindowLoop)->bool:
 
 @patch
 def end_epoch(self:WindowLoop):
-    """After the last round of an epoch: if a window is still open, because it is not full, treats it as the remainder
-    says: takes its step, drops its batches, or leaves them to the next epoch"""
+    """Called after the last round of an epoch. If a window is still open, because it is not full, treats it as the
+    remainder says:
+
+    - 'step': takes its step
+    - 'carry': leaves its batches for the next epoch
+    - 'drop': does nothing. `run_epoch` discards the window"""
     # With the remainder 'step', only log_accum_batch=False leaves a window open: if the last batch is cancelled, or if
     # the length of the DataLoader is not exact, so that only the next read shows that this batch was the last one
     if self.window.is_open and self.batches.plan.remainder == 'step':
@@ -192,17 +204,15 @@ def end_epoch(self:WindowLoop):
         except CancelBatchException: pass  # raised in the step; no batch is left that it could cancel
     if not self.window.is_open: self.after_windows()  # an open window cannot be saved
     self.batches.finish_epoch(self.window.batches)  # a closed window has released its batches
-    self.check_has_trained()
+    self.check_dropped_epoch()
 
 @patch
-def check_has_trained(self:WindowLoop):
-    """At the end of an epoch that was dropped, because it is shorter than a window: raises ValueError if no window of
-    the fit has run yet. If earlier epochs had windows, which a schedule has made larger, warns"""
-    # A round begins only if there are batches for a window
-    has_run = self.progress.n_rounds > 0  # in this epoch
-    if has_run or self.batches.plan.remainder != 'drop': return
-    has_trained = self.n_steps > 0  # in an earlier epoch of the fit
-    if has_trained:
+def check_dropped_epoch(self:WindowLoop):
+    """Called at the end of each epoch. If the whole epoch was dropped, because it is shorter than a window, raises
+    ValueError, or warns if earlier epochs had windows, which a schedule has made larger"""
+    if self.batches.plan.remainder != 'drop': return
+    if self.progress.n_rounds > 0: return  # a round begins only if there are batches for a window
+    if self.n_steps > 0:  # in an earlier epoch of the fit
         self.fit.warn_once("windows have become larger than an epoch, which has no step then, since incomplete windows "
                            "are dropped: pass a smaller final_accum_bs, or remainder='carry'")
         return
@@ -248,11 +258,13 @@ def begin_round(self:WindowLoop):
 @patch
 def correct_pct_train(self:WindowLoop):
     """After the batches of a round: moves `learn.pct_train`, the position in the fit that schedulers read, to the end
-    of these batches. With log_accum_batch=False, it stays where the window began as long as the window is open, so that
-    schedulers set the same values for all batches of the window"""
+    of these batches. For example, after 40 of 80 samples of the first of two epochs it is 0.25.
+
+    With log_accum_batch=False, it stays where the window began as long as the window is open, so that schedulers set
+    the same values for all batches of the window"""
     goes_on = not self.log_accum_batch and self.window.is_open
     samples = self.begun_at if goes_on else self.batches.samples_read
-    self.progress.correct(samples)
+    self.progress.correct(samples)  # the plan of the epoch turns samples into a position
 
 # %% ../../nbs/windows/15_loop.ipynb #66732a29
 skipped = Outcome.NO_ITEMS,Outcome.NONFINITE  # windows with these outcomes take no step, and a warning says so
@@ -260,7 +272,8 @@ skipped = Outcome.NO_ITEMS,Outcome.NONFINITE  # windows with these outcomes take
 @patch
 def run_window(self:WindowLoop)->bool:
     """A round of log_accum_batch=True: runs all batches of a window, of which `learn` holds the first, and takes the
-    step. Returns whether the round counts. A round does not count, and looks like a cancelled batch, in two cases:
+    step. Returns whether the round counts. If it does not, `run_batches` ends it as a cancelled batch. A round does not
+    count in two cases:
 
     - callbacks have cancelled all batches. Loggers log it as fastai logs a cancelled batch
     - the window has no step: the step is skipped, or the window is dropped or carried. Loggers leave it out"""
@@ -268,7 +281,7 @@ def run_window(self:WindowLoop)->bool:
     self.run_batch()
     while self.take_next_batch():
         if self.prepare_batch(): self.run_batch()
-    if not self.window.losses.samples: return False
+    if not self.window.losses.samples: return False  # callbacks have cancelled all batches
     may_step = self.window.is_full or self.batches.plan.remainder == 'step'
     if may_step and self.close_window() not in skipped: return True
     self.loggers.pause_recorders()
@@ -310,24 +323,21 @@ def ends_epoch_with_step(self:WindowLoop)->bool:
 @patch
 def load_batch(self:WindowLoop):
     """Makes `learn` hold the tensors that the loader has yielded. If the batch may run again in the next epoch, then
-    `batches.current` becomes a copy, since until then callbacks may change the tensors in place, and the loader may use
-    their memory for another batch"""
-    learn = self.learn
-    learn._split(learn._set_device(self.batches.current.data))
+    `batches.current` becomes a copy, which is carried. Now `learn` holds the original, which callbacks may change in
+    place, and whose memory the loader may use for another batch"""
+    self.learn._split(self.learn._set_device(self.batches.current.data))
     if self.may_be_carried(): self.batches.copy_current()
 
 @patch
 def rows_of_batch(self:WindowLoop)->int:
-    "Returns the rows that the Learner holds. A callback may have made several of each sample, such as two views"
-    learn = self.learn
-    return n_rows((*learn.xb, *learn.yb), self.batches.current.rows)
+    "Returns the number of rows that `learn` holds. A callback may have made several of each sample, such as two views"
+    return n_rows((*self.learn.xb, *self.learn.yb), self.batches.current.rows)
 
 @patch
 def may_be_carried(self:WindowLoop)->bool:
     """Returns whether the epoch may end before the window of the current batch is full, so that the batch runs again.
     If one batch fills the window, it cannot"""
-    batches = self.batches
-    return batches.plan.remainder == 'carry' and self.window.size > batches.current.samples
+    return self.batches.plan.remainder == 'carry' and self.window.size > self.batches.current.samples
 
 @patch
 def prepare_batch(self:WindowLoop)->bool:
@@ -341,15 +351,15 @@ def take_next_batch(self:WindowLoop)->bool:
     """With log_accum_batch=True: ends the batch that `learn` holds, for preparing callbacks, and makes `learn` hold the
     next batch of the window. Returns False, and does neither, if the window takes no more batches, or the epoch has no
     more: then this batch is the last one of the round, and ends with the round"""
-    if self.is_complete() or self.is_cancelled() or not self.batches.advance(): return False
+    if self.is_complete() or self.is_used_up() or not self.batches.advance(): return False
     self.send.end_batch_for_preparing()
     self.load_batch()
     return True
 
 @patch
-def is_cancelled(self:WindowLoop)->bool:
+def is_used_up(self:WindowLoop)->bool:
     """Returns whether as many samples as fill the window were read, but callbacks have cancelled all of them. If so,
-    the round ends, as a cancelled batch. If it went on, a callback that cancels by the number of the round
+    the round ends, as a cancelled batch. If it went on, a callback that cancels rounds by their number
     (`if self.iter < 3: raise CancelBatchException`) would cancel all batches that are left in the epoch"""
     n_read = self.batches.samples_read-self.begun_at
     return n_read >= self.window.size and not self.window.losses.samples
@@ -363,12 +373,13 @@ def run_batch(self:WindowLoop)->bool:
     if not window.losses.n_micro: self.fit.update_params()
     if self.strategy.may_repeat:  # then each pass has to begin in the autocast that `before_batch` has entered
         self.autocast = Autocast(self.fit.params.guarded[0].device)
-    n_before = window.losses.samples  # each backward pass that is not cancelled adds to these
+    samples_before = window.losses.samples
+    # Each micro-batch whose backward pass has run adds its samples: afterwards these show whether the batch counts
     try: self.strategy(self)
     except CancelBatchException:
-        if window.losses.samples > n_before: self.drop_part()
+        if window.losses.samples > samples_before: self.drop_part()
         return False
-    if window.losses.samples == n_before: return False
+    if window.losses.samples == samples_before: return False  # all backward passes were cancelled
     if self.may_be_carried(): window.batches.append(self.batches.current)  # a copy: see `load_batch`
     if self.log_accum_batch: self.loggers.update_train_metrics()
     return True
@@ -391,8 +402,8 @@ def run_micro_batch(self:WindowLoop,
     "Called by the strategy: runs the forward and backward pass of the micro-batch that `learn` holds"
     window = self.window
     fills_window = window.losses.samples+samples >= window.size
-    ends_window = ends_batch and fills_window
-    if ends_batch and not fills_window: ends_window = self.ends_epoch_with_step()
+    ends_window = False
+    if ends_batch: ends_window = fills_window or self.ends_epoch_with_step()
     # `begin` makes the sums of gradients, so without sums this is the first micro-batch of the window. If it is also
     # the last one, the window is single, and has no sums
     is_first = window.grads is None
@@ -419,14 +430,16 @@ def close_window(self:WindowLoop)->Outcome:
 def step_window(self:WindowLoop):
     """Takes the step of a window whose gradients are means, and zeroes them, as fastai does, also if a callback cancels
     the step. If a callback cancels more than the step, the gradients of a single window stay, as in fastai, which adds
-    the gradients of the next batch to them"""
+    the gradients of the next batch to them.
+
+    Parameters outside the Learner's optimizer keep their gradients: whoever steps them zeroes them, as in fastai"""
     if self.log_accum_batch: self.show_window_loss()
     self.cb.report_step()
     n_steps_before = self.n_steps
     try: self.take_step()
     except (CancelBatchException, CancelEpochException, CancelTrainException) as e:  # training goes on after these
-        has_stepped = self.n_steps > n_steps_before  # if so, `e` was raised in `after_step`
-        if not self.window.is_single: self.drop_cancelled(e, has_stepped)
+        # If the step was counted, `e` was raised in `after_step`
+        if not self.window.is_single: self.drop_cancelled(e, has_stepped=self.n_steps > n_steps_before)
         raise
     self.learn.opt.zero_grad()
 
@@ -442,7 +455,8 @@ def drop_cancelled(self:WindowLoop, e:Exception, has_stepped:bool):
 
 @patch
 def finalize_gradients(self:WindowLoop)->Outcome:
-    "After the last micro-batch: makes the gradients, which are sums, means over all processes; returns the outcome"
+    """Called after the last micro-batch, when gradients are sums. Makes them means over all processes, and returns
+    HAS_MEAN; or returns NO_ITEMS or NONFINITE if the step is to be skipped"""
     window,processes = self.window,self.fit.processes
     if window.grads is not None: window.grads.check()
     warning = self.fit.loss_check.check(window.kept)
@@ -454,7 +468,7 @@ def finalize_gradients(self:WindowLoop)->Outcome:
     # returns 1, so that the gradient is their sum
     sum_of_weights = window.weight_of(window.losses.items)
     divide_gradients(self.fit.params.summed, sum_of_weights/processes.n)
-    window.end_sums()
+    if window.grads is not None: window.end_sums()  # a single window has no sums
     is_skipped = self.cb.skip_nonfinite and self.has_nonfinite()
     return Outcome.NONFINITE if is_skipped else Outcome.HAS_MEAN
 
@@ -462,9 +476,8 @@ def finalize_gradients(self:WindowLoop)->Outcome:
 @patch
 def has_nonfinite(self:WindowLoop)->bool:
     "Returns whether a gradient in any process contains NaN or infinity; False if a GradScaler is going to find out"
-    learn = self.learn
-    if scales_loss(learn): return False
-    return bool(max_over_processes(learn, not is_finite(self.fit.params.summed)))
+    if scales_loss(self.learn): return False
+    return bool(max_over_processes(self.learn, not is_finite(self.fit.params.summed)))
 
 @patch
 def show_window_loss(self:WindowLoop):
@@ -509,15 +522,18 @@ def run_step(self:WindowLoop):
 
 @patch
 def discard_window(self:WindowLoop):
-    """Drops a window that was left before it was closed, and puts an empty one in its place: after an exception, at the
-    end of an epoch that does not fill it, or if a callback cancels a part of a batch. Leaves a closed window as it is.
-    Drops its gradients, too, if they are sums. The gradient of a single micro-batch stays, as in fastai"""
+    """Puts an empty window in place of one that was left before it was closed. Leaves a closed window as it is. Drops
+    the gradients, too, if they are sums. The gradient of a single micro-batch stays, as in fastai. Called
+
+    - at the end of each epoch, after an exception, too: the window may be open, or callbacks have cancelled its batches
+    - before a new window, if callbacks have cancelled all batches of the last one
+    - if a callback cancels a part of a batch: in the same round, the empty window takes further batches"""
     window = self.window
     if window.outcome is not None: return
     if window.grads is not None:
         window.end_sums()
         self.drop_gradients()
-    self.window = Window(window.size)  # in the middle of a round, `run_window` fills it with further batches
+    self.window = Window(window.size)
 
 # %% ../../nbs/windows/15_loop.ipynb #63ca88e5
 # For AutoResume, which continues a fit after its process was killed

@@ -40,7 +40,8 @@ def zero_if_empty(count:Count|None, value:Tensor)->Tensor:
 @contextmanager
 def zero_grads_if_empty(tensors:list, weight:Count):
     """In this context, a backward pass gives the `tensors` gradients of 0 if `weight` is 0, and goes on with these.
-    Multiplying the loss by 0 is not enough: the gradient of a mean over nothing is NaN, and NaN*0 is NaN"""
+    Multiplying the loss by 0 is not enough: the gradient of a mean over nothing is NaN, and NaN*0 is NaN. The hook of a
+    tensor gets its gradient, and the backward pass goes on with what the hook returns"""
     def hook(grad:Tensor)->Tensor: return zero_if_empty(weight, grad)
     handles = [o.register_hook(hook) for o in tensors if o.requires_grad]
     try: yield
@@ -77,6 +78,7 @@ class LossSums(NamedTuple):
         transfer waits for the GPU"""
         loss = self.loss
         if not isinstance(self.items, Tensor): return self._replace(loss=loss.cpu())
+        # `stack` makes one type of both, and loses nothing: the loss was multiplied by a weight computed from `items`
         loss_sum,items = torch.stack([loss.reshape(()), self.items]).tolist()
         return self._replace(loss=torch.tensor(loss_sum, dtype=loss.dtype), items=items)
 
@@ -95,9 +97,9 @@ class Window:
     def __init__(self, size:int=1):
         self.size = size
         self.losses = LossSums()  # over the micro-batches that have run; at the end, over those of all processes
-        # `begin` sets both. They differ only if several processes train together
+        # `begin` sets both. If there is one process, they are equal. If there are several, `is_whole` is False
         self.is_single = False  # whether this process has only one micro-batch of it, which it computes as fastai does
-        self.is_whole = False  # whether this micro-batch is the whole window, because there is only one process
+        self.is_whole = False  # whether one micro-batch is the whole window, so that its loss is the mean as it is
         self.grads = None  # a GradientSums, while several micro-batches are summed
         self.kept = []  # micro-batches by which `LossCheck` finds out whether sums are exact for this loss
         self.batches = []  # copies of the loader batches that have run in it, if the next epoch may run them again
@@ -122,9 +124,11 @@ class Window:
         self.grads = None
 
     def weight_of(self, items:Count|None)->Count:
-        """Returns the weight of a loss that averages over `items`: items/unit. As weights are proportional to items,
-        the items of several losses together get the sum of their weights. Returns 1 if losses are sums (`items` is
-        None), because sums are added up as they are, and if the window has only one loss, which is its mean as it is"""
+        """Returns the weight of a loss that averages over `items`, for example 24/32 in a window of 32 samples, whose
+        unit is 32. The items of several losses together get the sum of their weights. The weight is 1 in two cases:
+
+        - losses are sums (`items` is None), which are added up as they are
+        - the window has only one loss, which is its mean as it is"""
         if items is None or self.is_whole: return 1
         return items/power_of_two(self.size)
 
@@ -135,8 +139,8 @@ class Window:
         return zero_if_empty(losses.items, mean)
 
     def add(self, micro_batch:LossSums):
-        """Called after the backward pass of a micro-batch: adds what it contributes to the losses. PyTorch has added to
-        the gradients: accepts them as they are now"""
+        """Called after the backward pass of a micro-batch: adds what it contributes to the losses. The backward pass
+        has added to the gradients, so `GradientSums` notes how they are now: a later change is by a callback"""
         self.losses = self.losses.plus(micro_batch)
         if self.grads is not None: self.grads.accept()
 
@@ -157,8 +161,8 @@ def set_totals(self:Window, losses:LossSums):
 @patch
 def restart_batch(self:Window, losses:LossSums, n_kept:int):
     """Called if memory ran out in a loader batch, which will run again, perhaps in another number of micro-batches:
-    goes back to the sums, and to the `n_kept` micro-batches for the check, from before this batch. The gradients are
-    not restored here, but by the caller, `BatchUndo`"""
+    goes back to the sums, and to the `n_kept` micro-batches for the check, from before this batch. The caller,
+    `BatchUndo`, restores the gradients: it has kept a copy of them"""
     self.losses = losses
     del self.kept[n_kept:]
     if not losses.n_micro: self.end_sums()  # it was the first batch. `begin` is called again
