@@ -57,7 +57,8 @@ class GradientAccumulationSchedule(GradientAccumulation):
         **kwargs, # Further arguments of `GradientAccumulation`
     ):
         check_size('start_accum_bs', start_accum_bs)  # before the base class puts its default in place of None
-        store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')  # for loggers, which log what it stores
+        # `start_accum_bs` is a property, which sets `accum_bs`. Loggers read the others, which become attributes
+        store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')
         super().__init__(
             start_accum_bs,
             log_accum_batch=log_accum_batch,

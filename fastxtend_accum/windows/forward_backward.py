@@ -84,7 +84,8 @@ def forward_backward(
         return
     # A callback that changes the loss in place (`loss_grad += penalty`) adds to it, and does not replace it
     is_replaced = learn.loss_grad is not computed_loss
-    # In a single window there is only one loss, so its weight hardly matters
+    # If a callback has replaced the loss, the number that the loss function states may be wrong for the new one. In a
+    # single window this hardly matters, because there is only one loss to weigh
     may_be_wrong = is_replaced and not window.is_single
     items = items_of_loss(fit, counted_by_loss, may_be_wrong)
     # The check computes losses again, by the loss function. A loss that a callback has computed is another one
@@ -156,7 +157,7 @@ def run_backward(fit:FitContext, window:Window, weight:Count, contribution:LossS
 
 def add_weighted_gradient(fit:FitContext, window:Window, weight:Count, contribution:LossSums):
     """Runs fastai's backward pass for the loss times its weight, which adds the weighted gradient to the sums in
-    `.grad`; adds the contribution to the other sums"""
+    `.grad`; adds the contribution to the other sums. During the pass, `learn.loss_grad` is the weighted loss"""
     learn = fit.learn
     if window.grads is not None: window.grads.check()  # before this pass changes the gradients
     # `learn._backward` runs the backward pass of `learn.loss_grad`. This is not `contribution.loss`: MixedPrecision has
@@ -178,9 +179,11 @@ def add_weighted_gradient(fit:FitContext, window:Window, weight:Count, contribut
 # %% ../../nbs/windows/14_forward_backward.ipynb #6b0d27f4
 def accept_cancelled(fit:FitContext, window:Window, weight:Count, contribution:LossSums):
     """Called after a callback has cancelled the backward pass (CancelBackwardException), and has perhaps computed the
-    gradient itself. A window of one micro-batch takes its step with this gradient, as in fastai. A window of several
-    leaves the micro-batch out, with a warning, because its gradient would have no weight in the sums; raises
-    RuntimeError if the callback has changed the sums"""
+    gradient itself. There are two cases:
+
+    - a single window takes its step with this gradient, as in fastai
+    - a window of several micro-batches leaves this one out, with a warning, because its gradient would have no weight
+      in the sums. Raises RuntimeError if the callback has changed the sums"""
     if not window.is_single:
         window.grads.check()
         fit.warn_once("a callback cancels backward passes (CancelBackwardException): their micro-batches are left out "
