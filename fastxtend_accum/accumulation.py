@@ -76,7 +76,8 @@ class GradientAccumulation(WindowCallback):
         - the size of a loader batch or, if a batch is cut into several windows, of a piece of it"""
         loop = self.loop
         if loop is None or loop.batches is None: return None
-        # `self.strategy` has the size that `micro_batch_size` sets. Among the savers, a GradientCache has a size
+        # `self.strategy` has the size that `micro_batch_size` sets. `loop.strategy` is the same object, or one that
+        # runs it again if memory runs out, with the `savers` of the fit, among which a GradientCache has a size
         limits = [o.micro_bs for o in (self.strategy, *loop.strategy.savers)]
         plan = loop.batches.plan
         # A whole batch has one piece. Otherwise the largest window of the fit is the largest piece
@@ -145,8 +146,8 @@ _hooks_warning = (
 
 @patch
 def warn_of_late_callbacks(self:GradientAccumulation):
-    """Warns about callbacks whose `before_batch` is called once per window, because they come after the Recorder. If
-    they prepare batches, they have to see each loader batch (see `prepares`)"""
+    """Warns about callbacks whose `before_batch` is called once per window, because their order is the Recorder's, 50,
+    or higher. If they prepare batches, they have to see each loader batch"""
     late = [cb for cb in self.learn.cbs if not prepares(cb) and has_event(cb, 'before_batch')]
     # fastai's own callbacks of this order prepare no batches: they set rates, or start a clock
     names = [type(cb).__name__ for cb in late if not is_from_fastai(cb, 'before_batch')]
@@ -170,7 +171,8 @@ def begin_fit(self:GradientAccumulation):
 
 @patch
 def new_loggers(self:GradientAccumulation)->Loggers:
-    "Returns the loggers of the Learner. With `log_accum_batch`, the loop makes them see each window as one batch"
+    """Returns the loggers of the Learner. With `log_accum_batch`, the loop makes them see each window as one batch;
+    without it, they see loader batches, and only the sizes of windows are added"""
     return Loggers(self.learn)
 
 _messages = {

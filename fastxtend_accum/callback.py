@@ -73,9 +73,9 @@ class WindowCallback(Callback):
         "Returns what happens to batches at the end of an epoch that do not fill a window: 'step', 'carry' or 'drop'"
         return 'step'
     def sizes_by_argument(self)->dict:
-        """Returns the window sizes that the user has passed, in samples of all processes, such as {'accum_bs': 32}; a
-        size is None if the user has passed none. A schedule has several of them. Errors name the argument; a plan looks
-        for the smallest and the largest size"""
+        """Returns the window sizes that the user has passed, by the names of the arguments: {'accum_bs': 32}, or
+        several sizes of a schedule. They are in samples of all processes; a size is None if the user has passed none.
+        An error about a size names its argument, and a plan needs the smallest and the largest of these sizes"""
         return dict(accum_bs=self.accum_bs)
     def window_size_at(self, pct_train:float, n_epoch:int, global_bs:int)->float:
         """Returns the wanted size of a window that begins at `pct_train` of a fit of `n_epoch`, in samples of all
@@ -122,8 +122,8 @@ def extend_lr_find(self:WindowCallback, finder:LRFinder):
     is_lr_find = self.learn.n_epoch == finder.num_it//len(dl)+1  # if not, the user has passed the LRFinder to a fit
     if not is_lr_find: return
     info = self.loader_info_of(dl)
-    # With an LRFinder the size is the same in the whole fit: at 0, and for any number of epochs. fastai runs `lr_find`
-    # in one process, so a batch of all processes is a loader batch
+    # With an LRFinder the size is the same in the whole fit: at 0, and for any number of epochs. The batch of this
+    # process stands for a batch of all processes: if there are several, the number of epochs becomes too large
     size = self.window_size_at(pct_train=0., n_epoch=1, global_bs=info.planned_batch_size)
     largest = 1.5*size  # a window is rounded to whole loader batches: a size of 1.5 batches becomes 2
     samples = finder.num_it*largest

@@ -53,7 +53,7 @@ class Events:
 
     def __call__(self, event:str):
         "Sends one event"
-        if self.learn.cbs.items != self.cbs: self.look_up()  # as in `having`: a call less for each event of each batch
+        if self.learn.cbs.items != self.cbs: self.look_up()  # what `having` does, without a further call
         for cb in self.table[event]: cb(event)
 
     def having(self, event:str)->list:
@@ -105,9 +105,9 @@ def end_batch_for_preparing(self:Events):
     """Ends a batch that is not the last one of its window, for the callbacks that prepare each batch and clean up after
     it, since they have `before_batch` and `after_batch`. The batch has no step of its own, so these callbacks get the
     events of a cancelled batch, as alongside fastai's own GradientAccumulation, which cancels such batches"""
-    cleaning = [cb for cb in self.having('after_batch') if prepares(cb) and cb in self.table['before_batch']]
+    preparing = [cb for cb in self.having('after_batch') if prepares(cb) and cb in self.table['before_batch']]
     for event in ('after_cancel_batch','after_batch'):
-        for cb in cleaning: cb(event)
+        for cb in preparing: cb(event)
 
 # %% ../../nbs/windows/09_events.ipynb #e5f4d17b
 def autocast_depth()->int:

@@ -131,7 +131,7 @@ class GradientSums:
                            "one batch")
 
     def end(self):
-        "After the sums were divided: rounds sums in float32 to the type of their weights"
+        "Once the sums are divided, or thrown away: rounds those in float32 to the type of their weights"
         for p in self.params.in_float32: set_grad_dtype(p, p.dtype)
 
 def divide_gradients(params:Iterable, divisor:Real):

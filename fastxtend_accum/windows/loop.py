@@ -164,7 +164,7 @@ def run_epoch(self:WindowLoop):
             self.end_epoch()
     finally:
         self.discard_window()  # unless it is closed
-        self.loggers.end_round()
+        self.loggers.end_round()  # for the step in `end_epoch`, which belongs to no round
         enable_gradient_sync(self.learn.model)
 
 @patch
@@ -178,7 +178,8 @@ def next_round(self:WindowLoop)->bool:
 def begin_window(self:WindowLoop)->bool:
     """Puts a new window in place of the last one, goes on to its first batch, and returns True. Returns False, and
     keeps the last window, if no batch is left, or if too few are left for a window and the remainder is not 'step'"""
-    # The last window has begun, but callbacks have cancelled all its batches. Its gradients get their own type back
+    # The last window has begun, but callbacks have cancelled all its batches, so it was never closed. Discarding it
+    # gives gradients of half-precision weights the type of the weights again, before `between_windows` may save them
     if self.window.grads is not None: self.discard_window()
     self.between_windows()
     start = self.batches.samples_read
@@ -276,7 +277,7 @@ def run_window(self:WindowLoop)->bool:
     count in two cases:
 
     - callbacks have cancelled all batches. Loggers log it as fastai logs a cancelled batch
-    - the window has no step: the step is skipped, or the window is dropped or carried. Loggers leave it out"""
+    - the step is skipped (`skipped`), or the window is dropped or carried. Loggers leave it out"""
     loss_before = self.learn.loss
     self.run_batch()
     while self.take_next_batch():
@@ -322,9 +323,9 @@ def ends_epoch_with_step(self:WindowLoop)->bool:
 
 @patch
 def load_batch(self:WindowLoop):
-    """Makes `learn` hold the tensors that the loader has yielded. If the batch may run again in the next epoch, then
-    `batches.current` becomes a copy, which is carried. Now `learn` holds the original, which callbacks may change in
-    place, and whose memory the loader may use for another batch"""
+    """Makes `learn` hold the batch that the loader has yielded. If the batch may run again in the next epoch,
+    `batches.current` keeps a copy of it: callbacks may change in place what `learn` holds, and the loader may use the
+    same memory for another batch"""
     self.learn._split(self.learn._set_device(self.batches.current.data))
     if self.may_be_carried(): self.batches.copy_current()
 
@@ -428,9 +429,11 @@ def close_window(self:WindowLoop)->Outcome:
 
 @patch
 def step_window(self:WindowLoop):
-    """Takes the step of a window whose gradients are means, and zeroes them, as fastai does, also if a callback cancels
-    the step. If a callback cancels more than the step, the gradients of a single window stay, as in fastai, which adds
-    the gradients of the next batch to them.
+    """Takes the step of a window whose gradients are means, and zeroes them, as fastai does. If a callback cancels
+
+    - the step alone: zeroes the gradients, too, as in fastai
+    - more than the step, in a single window: leaves the gradients, as in fastai, which adds those of the next batch
+    - more than the step, in a window of several micro-batches: drops the gradients, see `drop_cancelled`
 
     Parameters outside the Learner's optimizer keep their gradients: whoever steps them zeroes them, as in fastai"""
     if self.log_accum_batch: self.show_window_loss()
@@ -445,9 +448,9 @@ def step_window(self:WindowLoop):
 
 @patch
 def drop_cancelled(self:WindowLoop, e:Exception, has_stepped:bool):
-    """After a callback has raised `e` in the step of a window with several micro-batches: drops the gradients, because
-    means have no weight in the sums of the next window. If the step was not taken, warns about a CancelBatchException,
-    since the user may have meant a CancelStepException"""
+    """After a callback has raised `e` in the step of a window with several micro-batches: drops the gradients. They are
+    means already, and in the sums of the next window each gradient is multiplied by its weight first. If the step was
+    not taken, warns about a CancelBatchException, since the user may have meant a CancelStepException"""
     if isinstance(e, CancelBatchException) and not has_stepped:
         self.fit.warn_once(f"{callback_that_raised(e)} cancels a window at its step (CancelBatchException): its "
                            "gradient is dropped, and adds to no other. To skip a step, raise CancelStepException")
@@ -468,7 +471,8 @@ def finalize_gradients(self:WindowLoop)->Outcome:
     # returns 1, so that the gradient is their sum
     sum_of_weights = window.weight_of(window.losses.items)
     divide_gradients(self.fit.params.summed, sum_of_weights/processes.n)
-    if window.grads is not None: window.end_sums()  # a single window has no sums
+    # After the division, so that it is done in float32. A single window has no sums
+    if window.grads is not None: window.end_sums()
     is_skipped = self.cb.skip_nonfinite and self.has_nonfinite()
     return Outcome.NONFINITE if is_skipped else Outcome.HAS_MEAN
 
@@ -506,6 +510,8 @@ def take_step(self:WindowLoop):
 
 @patch
 def run_scaled_step(self:WindowLoop):
+    """Takes the step with scaled hyper-parameters. The ratio by which they are scaled is 2 if the window has twice the
+    samples with which the schedule starts: only GradientAccumulationSchedule has a `scale`"""
     ratio = self.window.losses.samples/self.cb.start_accum_bs
     with scaled_hypers(self.learn.opt, self.cb.scale, ratio):
         self.run_step()

@@ -78,7 +78,7 @@ class LossSums(NamedTuple):
         transfer waits for the GPU"""
         loss = self.loss
         if not isinstance(self.items, Tensor): return self._replace(loss=loss.cpu())
-        # `stack` makes one type of both, and loses nothing: the loss was multiplied by a weight computed from `items`
+        # `stack` gives both the type of the loss. In float32, numbers of items are exact up to 2**24
         loss_sum,items = torch.stack([loss.reshape(()), self.items]).tolist()
         return self._replace(loss=torch.tensor(loss_sum, dtype=loss.dtype), items=items)
 
