@@ -172,7 +172,7 @@ def begin_fit(self:GradientAccumulation):
 @patch
 def new_loggers(self:GradientAccumulation)->Loggers:
     """Returns the loggers of the Learner. With `log_accum_batch`, the loop makes them see each window as one batch;
-    without it, they see loader batches, and only the sizes of windows are added"""
+    without it, they see loader batches, as in fastai"""
     return Loggers(self.learn)
 
 _messages = {
