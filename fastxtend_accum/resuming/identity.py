@@ -45,9 +45,10 @@ def check_same(
     for part in unchanged_parts(found['begun'], found['digests']):
         now = begun.get(part)
         then = found['begun'][part]
+        if now == then or part in _of_settings: continue
         o = graph.objects.get(part.path)
         root = graph.objects.get(root_of(part.path))
-        if now == then or part in _of_settings or is_never_compared(part, o, root): continue
+        if is_never_compared(part, o, root): continue
         text = text_of(part)
         # The digest of a number or a short string is itself; of all else, only a checksum is known
         if isinstance(then, str): text += f' {now}, not {then}'

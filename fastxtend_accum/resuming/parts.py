@@ -76,7 +76,7 @@ def is_of_python(o)->bool:
 
 def is_window_callback(o)->bool:
     "Returns whether `o` is a `WindowCallback`, by the name of the class: this folder imports no callback"
-    return 'WindowCallback' in [kind.__name__ for kind in type(o).__mro__]
+    return isinstance_str(o, 'WindowCallback')
 
 def is_set_anew(o, name:str, value)->bool:
     "Returns whether an attribute of `o` is left out of files, because each process sets it by itself"

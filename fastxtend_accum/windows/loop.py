@@ -471,8 +471,7 @@ def finalize_gradients(self:WindowLoop)->Outcome:
     # returns 1, so that the gradient is their sum
     sum_of_weights = window.weight_of(window.losses.items)
     divide_gradients(self.fit.params.summed, sum_of_weights/processes.n)
-    # After the division, so that it is done in float32. A single window has no sums
-    if window.grads is not None: window.end_sums()
+    window.end_sums()  # after the division, so that it is done in float32
     is_skipped = self.cb.skip_nonfinite and self.has_nonfinite()
     return Outcome.NONFINITE if is_skipped else Outcome.HAS_MEAN
 
