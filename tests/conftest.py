@@ -66,11 +66,11 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
     "Whatever a test or a logger writes, it writes there"
-    import torch
+    from fastai.torch_core import set_seed
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('WANDB_MODE', 'offline')
     monkeypatch.setenv('WANDB_SILENT', 'true')
-    torch.manual_seed(0)
+    set_seed(0)
     with patch.dict(os.environ): yield  # W&B leaves the address of a process there, which writes into this folder
 
 
