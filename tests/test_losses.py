@@ -117,6 +117,19 @@ class ScaledMean(nn.Module):
         return mean_of_known(pred, targ)*self.log_scale.exp().float().sum()
 
 
+class ReturnsLoss(nn.Module):
+    "A model that gets the targets, too, and returns its loss alone"
+    def __init__(self, m):
+        super().__init__()
+        self.m = m
+
+    def forward(self, inputs, targets):
+        return mean_of_known(self.m(inputs), targets)
+
+
+def loss_alone(pred, targ): return pred
+
+
 def two_outputs(scores):
     first, second = scores.chunk(2, dim=1)
     return dict(first=first, second=second)
@@ -125,6 +138,9 @@ def two_outputs(scores):
 def train_on_missing(samples, bs, cb, loss_func):
     "Returns the weights after training, those of the loss function last"
     m = nn.Sequential(classifier_model(), Lambda(two_outputs))
+    if loss_func is loss_alone:
+        m = ReturnsLoss(m)
+        samples = (*samples, samples[1])
     own = loss_func.parameters() if isinstance(loss_func, nn.Module) else ()
     params = [*m.parameters(), *own]
     learn = learner_of(samples, bs, cb, loss_func, m, splitter=lambda m: [params])
@@ -146,7 +162,8 @@ def test_a_batch_whose_labels_are_all_ignored_has_a_loss_of_0_in_the_log():
 
 @pytest.mark.parametrize('as_tensor', [False, True], ids=['number', 'tensor'])
 @each_layout
-@pytest.mark.parametrize('make', [lambda: mean_of_known, ScaledMean], ids=['function', 'module'])
+@pytest.mark.parametrize('make', [lambda: mean_of_known, ScaledMean, lambda: loss_alone],
+                         ids=['function', 'module', 'model'])
 def test_a_micro_batch_without_items_adds_nothing(make, bs, settings, as_tensor, monkeypatch):
     "Also if its loss is 0/0. On a GPU the count stays a tensor; the NaN of a sample is seen"
     if as_tensor:

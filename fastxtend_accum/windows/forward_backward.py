@@ -22,8 +22,8 @@ from .state import Snapshot
 from .window import Count,LossSums,Window,zero_grads_if_empty,zero_if_empty
 
 # %% auto #0
-__all__ = ['FitContext', 'forward_backward', 'compute_loss_and_count', 'items_of_loss', 'run_backward', 'add_weighted_gradient',
-           'accept_cancelled', 'callback_that_raised']
+__all__ = ['FitContext', 'forward_backward', 'compute_loss_and_count', 'items_of_loss', 'run_backward', 'tensors_behind_loss',
+           'add_weighted_gradient', 'accept_cancelled', 'callback_that_raised']
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #bf1f6dd7
 class FitContext:
@@ -66,14 +66,14 @@ def forward_backward(
     rows:int, # Of its tensors
     ends_window:bool,
 ):
-    """fastai's `_do_one_batch` without the step, for the micro-batch that the Learner holds. Its loss and gradient go
-    into the sums of `window`, unless a callback cancels its backward pass"""
+    """Runs what fastai's `_do_one_batch` does before the step, for the micro-batch in `learn.xb` and `learn.yb`. Adds
+    its loss and gradient to the sums of `window`, unless a callback cancels its backward pass"""
     learn = fit.learn
     fit.processes.before_forward(window, ends_window)
     # The forward pass and the loss, as in fastai
     fit.run_model()
     fit.send('after_pred')
-    # In `after_loss`, callbacks may replace predictions, targets and loss. Keep those of the loss function
+    # What the loss function gets, for the check. In `after_loss`, callbacks may replace predictions and targets
     args = learn.pred,*learn.yb
     counted_by_loss = compute_loss_and_count(learn, rows)
     computed_loss = vars(learn).get('loss_grad')  # without targets, None or an earlier loss
@@ -88,14 +88,10 @@ def forward_backward(
     # single window this hardly matters, because there is only one loss to weigh
     may_be_wrong = is_replaced and not window.is_single
     items = items_of_loss(fit, counted_by_loss, may_be_wrong)
-    # The check computes losses again, by the loss function. A loss that a callback has computed is another one
+    # The check computes losses again by the loss function, so it cannot check a loss that a callback has computed
     if is_replaced: fit.loss_check.stop()
     elif not window.is_single: fit.loss_check.keep(window.kept, learn.loss_func, args, rows, items)
-    # If the loss has nothing to average over, it is NaN in fastai, and 0 here
-    learn.loss = zero_if_empty(items, learn.loss)
-    weight = window.weight_of(items)
-    contribution = LossSums(1, samples, learn.loss.detach()*weight, items)
-    run_backward(fit, window, weight, contribution)
+    run_backward(fit, window, samples, items)
 
 @patch
 def run_model(self:FitContext):
@@ -140,9 +136,18 @@ def items_of_loss(
 # %% ../../nbs/windows/14_forward_backward.ipynb #5e8a1c7d
 # The backward pass
 
-def run_backward(fit:FitContext, window:Window, weight:Count, contribution:LossSums):
-    """Runs the backward pass with its events. In a window of several micro-batches, raises RuntimeError if a callback
-    cancels the batch after this pass, because its gradient cannot be taken out of the sum"""
+def run_backward(
+    fit:FitContext,
+    window:Window,
+    samples:int, # Of the micro-batch
+    items:Count|None, # What its loss averages over; None: it is a sum
+):
+    """Runs the backward pass of the weighted loss, with its events. In a window of several micro-batches, raises
+    RuntimeError if a callback cancels the batch after this pass, because its gradient cannot be taken out of the sum"""
+    learn = fit.learn
+    learn.loss = zero_if_empty(items, learn.loss)  # for loggers: in fastai, a mean over nothing is NaN
+    weight = window.weight_of(items)
+    contribution = LossSums(1, samples, learn.loss.detach()*weight, items)
     try:
         fit.send('before_backward')
         add_weighted_gradient(fit, window, weight, contribution)
@@ -154,6 +159,13 @@ def run_backward(fit:FitContext, window:Window, weight:Count, contribution:LossS
         if window.is_single: raise
         raise RuntimeError(f"{callback_that_raised(e)} cancels a batch after its backward pass (does it accumulate "
                            "gradients?), in a window of several micro-batches: remove it, or use windows of one") from e
+
+def tensors_behind_loss(fit:FitContext)->list:
+    """Returns the tensors to which the backward pass of the loss first gives gradients: the outputs of the model, and
+    the parameters of the loss itself, as in a center loss, which are among the extra parameters. A model that computes
+    its loss may return nothing else: then these are all parameters"""
+    outputs = tensors_in(fit.learn.pred)
+    return [*outputs, *fit.params.extra] if outputs else fit.params.summed
 
 def add_weighted_gradient(fit:FitContext, window:Window, weight:Count, contribution:LossSums):
     """Runs fastai's backward pass for the loss times its weight, which adds the weighted gradient to the sums in
@@ -167,10 +179,7 @@ def add_weighted_gradient(fit:FitContext, window:Window, weight:Count, contribut
     # The value of a tensor is not known here, because reading it would wait for the GPU
     may_be_empty = isinstance(weight, Tensor) or weight == 0
     if may_be_empty:
-        # All tensors through which NaN could leave the loss: the outputs of the model, and the parameters of the loss
-        # itself, as in a center loss, which are among the extra parameters
-        tensors = [*tensors_in(learn.pred), *fit.params.extra]
-        with zero_grads_if_empty(tensors, weight): learn._backward()
+        with zero_grads_if_empty(tensors_behind_loss(fit), weight): learn._backward()
     else: learn._backward()
     learn.loss_grad = loss  # without the weight, since training metrics may read it
     window.add(contribution)
@@ -178,28 +187,27 @@ def add_weighted_gradient(fit:FitContext, window:Window, weight:Count, contribut
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #6b0d27f4
 def accept_cancelled(fit:FitContext, window:Window, weight:Count, contribution:LossSums):
-    """Called after a callback has cancelled the backward pass (CancelBackwardException), and has perhaps computed the
-    gradient itself. There are two cases:
+    """Called after a callback has raised CancelBackwardException. As in fastai, the callback may have computed the
+    gradient in place of the backward pass. There are two cases:
 
-    - a single window takes its step with this gradient, as in fastai
-    - a window of several micro-batches leaves this one out, with a warning, because its gradient would have no weight
-      in the sums. Raises RuntimeError if the callback has changed the sums"""
+    - a single window takes its step with this gradient
+    - a window of several micro-batches leaves this one out, with a warning. If the callback has changed the sums of
+      gradients, raises RuntimeError, because nobody knows the weight of what it has added"""
     if not window.is_single:
         window.grads.check()
         fit.warn_once("a callback cancels backward passes (CancelBackwardException): their micro-batches are left out "
                       "of the window")
         return
-    # At the end of the window, gradients become sum(weight*gradient)/sum(weight), over all processes. A gradient that
-    # the callback has computed has no weight yet, so this multiplies it by its weight. In a single process the window
-    # is one loss, and the weight is 1
+    # At the end of the window, gradients are divided by the sum of the weights of all processes. The gradient that the
+    # callback has computed was not multiplied by its weight, so this does it. In a single process the weight is 1
     for grad in gradients(fit.params.summed):
         weighted = zero_if_empty(weight, grad*weight)  # 0 if the weight is 0, also where `grad` is NaN
         grad.copy_(weighted)
     window.add(contribution)
 
 def callback_that_raised(e:BaseException)->Callback|str:
-    """Returns the callback in whose event `e` was raised; 'something' if no callback has raised it. Messages begin with
-    what this returns, since `str` makes a callback the name of its class"""
+    """Returns the callback that raised `e` in an event, or 'something' if no callback did. Messages begin with it:
+    `str` of a callback is the name of its class"""
     # fastai calls `cb(event)`, so the traceback of `e` leads through `Callback.__call__`, whose `self` is the callback
     for frame,_ in walk_tb(e.__traceback__):
         if frame.f_code is Callback.__call__.__code__: return frame.f_locals['self']

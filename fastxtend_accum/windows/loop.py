@@ -44,11 +44,11 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'replaced_method', 'S
 #   next_round                   takes the next batch; if no window is open, begin_window makes one
 #   run_round                    takes the place of one_batch
 #     run_batches                takes the place of _do_one_batch
-#       begin_round              sends before_batch
+#       send_before_batch        to the callbacks that prepare batches, then to all others
 #       run_batch                once per loader batch, by the strategy
 #         run_micro_batch        forward and backward pass, by forward_backward
-#       close_window             finalize_gradients, then step_window
-#     end_round                  after after_batch
+#       close_window             finalize_gradients turns sums into means, then step_window
+#     end_logging                after after_batch
 #   end_epoch                    closes or carries what is left
 
 # The events of a window of three loader batches. With log_accum_batch=True, preparing callbacks see each loader batch,
@@ -64,7 +64,8 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'replaced_method', 'S
 #            before_step after_step                                 the same                the same
 #            after_batch                                            after_batch             after_batch
 #
-# after_cancel_batch comes after batches without a step, because fastai's own GradientAccumulation cancels such batches.
+# With True, preparing callbacks get after_cancel_batch after each batch but the last one of the window, as they do with
+# fastai's own GradientAccumulation, which cancels batches without a step.
 
 # `%autoreload` loads this module again: then `Learner` has our function, which holds fastai's as its `replaced`
 fastai_all_batches = getattr(Learner.all_batches, 'replaced', Learner.all_batches)
@@ -143,7 +144,7 @@ class WindowLoop:
         plan:EpochPlan,
         carried:list[LoaderBatch], # Left over from the previous epoch; they come first
     ):
-        "Takes the loader and the plan of an epoch, in which no window has begun yet"
+        "Called before each epoch, and before its first window"
         n_rounds = len(plan.windows) if self.log_accum_batch else plan.n_batches
         self.batches = EpochBatches(dl, plan, carried, self, n_rounds)
         self.progress = Progress(self.learn, plan)
@@ -163,32 +164,32 @@ def run_epoch(self:WindowLoop):
             while self.next_round(): self.run_round()
             self.end_epoch()
     finally:
-        self.discard_window()  # unless it is closed
-        self.loggers.end_round()  # for the step in `end_epoch`, which belongs to no round
+        self.discard_window()  # does nothing if it is closed
+        self.loggers.end_round()  # in case `end_epoch` has taken a step, after the last round
         enable_gradient_sync(self.learn.model)
 
 @patch
 def next_round(self:WindowLoop)->bool:
-    """Goes on to the first batch of the next round. It goes on with the window if one is still open, as it may be after
-    a round of log_accum_batch=False. If none is open, it begins one. Returns False if the epoch has no further round"""
+    """Advances to the first batch of the next round, and returns True; returns False if the epoch has no further round.
+    The round continues the window that is still open, as with log_accum_batch=False, or it begins a new one"""
     if self.window.is_open: return self.batches.advance()
+    # If the last window is neither open nor closed, callbacks have cancelled all its batches. Discarding it restores
+    # the dtype of gradients of half-precision weights, before `between_windows` saves them
+    self.discard_window()
+    self.between_windows()
     return self.begin_window()
 
 @patch
 def begin_window(self:WindowLoop)->bool:
-    """Puts a new window in place of the last one, goes on to its first batch, and returns True. Returns False, and
-    keeps the last window, if no batch is left, or if too few are left for a window and the remainder is not 'step'"""
-    # The last window has begun, but callbacks have cancelled all its batches, so it was never closed. Discarding it
-    # gives gradients of half-precision weights the type of the weights again, before `between_windows` may save them
-    if self.window.grads is not None: self.discard_window()
-    self.between_windows()
+    """Replaces the last window by a new one, advances to its first batch, and returns True. Returns False if no batch
+    is left, or if too few are left for a window and the remainder is not 'step'"""
     start = self.batches.samples_read
     size = self.batches.plan.window_size(start)
-    has_batch = self.batches.ensure_window(size) and self.batches.advance()
-    if has_batch:
-        self.window = Window(size)
-        self.begun_at = start
-    return has_batch
+    if not self.batches.ensure_window(size): return False
+    if not self.batches.advance(): return False
+    self.window = Window(size)
+    self.begun_at = start
+    return True
 
 @patch
 def end_epoch(self:WindowLoop):
@@ -198,13 +199,13 @@ def end_epoch(self:WindowLoop):
     - 'step': takes its step
     - 'carry': leaves its batches for the next epoch
     - 'drop': does nothing. `run_epoch` discards the window"""
-    # With the remainder 'step', only log_accum_batch=False leaves a window open: if the last batch is cancelled, or if
-    # the length of the DataLoader is not exact, so that only the next read shows that this batch was the last one
+    # With the remainder 'step', the last batch of the epoch usually closes its window. With log_accum_batch=False it
+    # does not if a callback cancels it, or if nobody knew that it was the last one, as in a stream
     if self.window.is_open and self.batches.plan.remainder == 'step':
         try: self.close_window()
         except CancelBatchException: pass  # raised in the step; no batch is left that it could cancel
-    if not self.window.is_open: self.after_windows()  # an open window cannot be saved
-    self.batches.finish_epoch(self.window.batches)  # a closed window has released its batches
+    if not self.window.is_open: self.after_windows()  # AutoResume cannot save an open window
+    self.batches.finish_epoch(self.window.batches)  # none if the window is closed
     self.check_dropped_epoch()
 
 @patch
@@ -214,8 +215,8 @@ def check_dropped_epoch(self:WindowLoop):
     if self.batches.plan.remainder != 'drop': return
     if self.progress.n_rounds > 0: return  # a round begins only if there are batches for a window
     if self.n_steps > 0:  # in an earlier epoch of the fit
-        self.fit.warn_once("windows have become larger than an epoch, which has no step then, since incomplete windows "
-                           "are dropped: pass a smaller final_accum_bs, or remainder='carry'")
+        self.fit.warn_once("windows are now larger than an epoch, which takes no step, since incomplete windows are "
+                           "dropped: pass a smaller final_accum_bs, or remainder='carry'")
         return
     size = self.batches.plan.window_size(0)*self.fit.processes.n
     raise ValueError(f"an epoch has too few samples for one window of {size}, and incomplete windows are dropped: "
@@ -232,25 +233,24 @@ def run_round(self:WindowLoop):
     self.progress.begin_round()
     self.load_batch()
     try: self.send.run(self.run_batches, 'batch', CancelBatchException)
-    finally: self.end_round()  # also if a callback ends the epoch or the fit in `after_batch`
+    finally: self.end_logging()  # also if a callback ends the epoch or the fit in `after_batch`
 
 @patch
 def run_batches(self:WindowLoop):
     """Sends `before_batch`, and runs the batches of the round: the whole window, or one batch of it. If the round does
     not count, raises CancelBatchException, so that `run_round` ends it as fastai ends a cancelled batch"""
     try:
-        self.begin_round()
+        self.send_before_batch()
         counts = self.run_window() if self.log_accum_batch else self.run_one_of_window()
     finally: self.correct_pct_train()  # also before a callback ends the epoch
     if not counts: raise CancelBatchException
 
 @patch
-def begin_round(self:WindowLoop):
+def send_before_batch(self:WindowLoop):
     """Sends `before_batch` to the callbacks that prepare batches, and then to all others. If a preparing callback
-    cancels the first batch of a window, the next batch takes its place in the same round, so that all others see each
-    window once: if batch 1 is cancelled, preparing callbacks get `before_batch` for 1 and 2, and then the others get it
-    for 2. Raises CancelBatchException if no batch can take its place; with log_accum_batch=False none can, since the
-    next batch has a round of its own"""
+    cancels batch 1, batch 2 takes its place in the same round: preparing callbacks get `before_batch` for both, and the
+    others get it once, for batch 2. Raises CancelBatchException if no batch can take its place. With
+    log_accum_batch=False none can, because each batch has a round of its own"""
     while not self.prepare_batch():
         has_next = self.log_accum_batch and self.take_next_batch()
         if not has_next: raise CancelBatchException
@@ -278,15 +278,16 @@ def run_window(self:WindowLoop)->bool:
 
     - callbacks have cancelled all batches. Loggers log it as fastai logs a cancelled batch
     - the step is skipped (`skipped`), or the window is dropped or carried. Loggers leave it out"""
-    loss_before = self.learn.loss
+    last_loss = self.learn.loss  # of the last window with a step
     self.run_batch()
     while self.take_next_batch():
         if self.prepare_batch(): self.run_batch()
     if not self.window.losses.samples: return False  # callbacks have cancelled all batches
-    may_step = self.window.is_full or self.batches.plan.remainder == 'step'
-    if may_step and self.close_window() not in skipped: return True
+    if self.window.is_full or self.batches.plan.remainder == 'step':
+        outcome = self.close_window()
+        if outcome not in skipped: return True
     self.loggers.pause_recorders()
-    self.learn.loss = loss_before  # of the last window with a step, which W&B and TensorBoard log again
+    self.learn.loss = last_loss  # W&B and TensorBoard, which do not pause, log it again
     return False
 
 @patch
@@ -300,9 +301,9 @@ def run_one_of_window(self:WindowLoop)->bool:
 
 # %% ../../nbs/windows/15_loop.ipynb #b79d3458
 @patch
-def end_round(self:WindowLoop):
-    """After `after_batch`: undoes what the round has changed in loggers. With log_accum_batch=True, logs the number of
-    samples in the window, or 0 if its gradients are not means"""
+def end_logging(self:WindowLoop):
+    """After `after_batch`: loggers that have paused in the round go on. With log_accum_batch=True, logs the number of
+    samples in the window, or 0 if it has no mean gradient: its step is skipped, or it is not closed"""
     self.loggers.end_round()
     has_mean = self.window.outcome is Outcome.HAS_MEAN
     samples = self.window.losses.samples if has_mean else 0
@@ -310,7 +311,7 @@ def end_round(self:WindowLoop):
 
 @patch
 def is_complete(self:WindowLoop)->bool:
-    "Returns whether the window has all its batches: if it is full, or if the epoch ends and it takes its step anyway"
+    "Returns whether the window has all its batches: it is full, or the epoch ends here and it takes its step anyway"
     return self.window.is_full or self.ends_epoch_with_step()
 
 @patch
@@ -323,9 +324,8 @@ def ends_epoch_with_step(self:WindowLoop)->bool:
 
 @patch
 def load_batch(self:WindowLoop):
-    """Makes `learn` hold the batch that the loader has yielded. If the batch may run again in the next epoch,
-    `batches.current` keeps a copy of it: callbacks may change in place what `learn` holds, and the loader may use the
-    same memory for another batch"""
+    """Sets `learn.xb` and `learn.yb` to the current batch. If this batch may run again in the next epoch, replaces
+    `batches.current` by a copy: callbacks may change `learn.xb` in place, and the loader may reuse the memory"""
     self.learn._split(self.learn._set_device(self.batches.current.data))
     if self.may_be_carried(): self.batches.copy_current()
 
@@ -349,27 +349,28 @@ def prepare_batch(self:WindowLoop)->bool:
 
 @patch
 def take_next_batch(self:WindowLoop)->bool:
-    """With log_accum_batch=True: ends the batch that `learn` holds, for preparing callbacks, and makes `learn` hold the
-    next batch of the window. Returns False, and does neither, if the window takes no more batches, or the epoch has no
-    more: then this batch is the last one of the round, and ends with the round"""
-    if self.is_complete() or self.is_used_up() or not self.batches.advance(): return False
+    """With log_accum_batch=True: advances to the next batch of the window, and returns True. Before `learn` gets it,
+    ends the present batch for the preparing callbacks. Returns False if the window takes no more batches, or if the
+    epoch has no more. Then the present batch is the last one of the round, and ends with the round"""
+    if self.is_complete() or self.was_cancelled(): return False
+    if not self.batches.advance(): return False
     self.send.end_batch_for_preparing()
     self.load_batch()
     return True
 
 @patch
-def is_used_up(self:WindowLoop)->bool:
-    """Returns whether as many samples as fill the window were read, but callbacks have cancelled all of them. If so,
-    the round ends, as a cancelled batch. If it went on, a callback that cancels rounds by their number
-    (`if self.iter < 3: raise CancelBatchException`) would cancel all batches that are left in the epoch"""
+def was_cancelled(self:WindowLoop)->bool:
+    """Returns whether enough samples to fill the window were read, and callbacks have cancelled all of them. Then the
+    round ends, as a cancelled batch. If it read on, a callback that cancels the first rounds
+    (`if self.iter < 3: raise CancelBatchException`) would cancel all batches of the epoch in its first round"""
     n_read = self.batches.samples_read-self.begun_at
     return n_read >= self.window.size and not self.window.losses.samples
 
 # %% ../../nbs/windows/15_loop.ipynb #4495dc52
 @patch
 def run_batch(self:WindowLoop)->bool:
-    """Runs the passes of the batch that `learn` holds. Returns whether the batch counts. If a callback cancels it, or
-    all its backward passes, it does not count, and its window takes the next batch in its place"""
+    """Runs the passes of the current batch. Returns whether it counts. If a callback cancels the batch, or all its
+    backward passes, it does not count, and its window takes the next batch in its place"""
     window = self.window
     if not window.losses.n_micro: self.fit.update_params()
     if self.strategy.may_repeat:  # then each pass has to begin in the autocast that `before_batch` has entered
@@ -387,8 +388,9 @@ def run_batch(self:WindowLoop)->bool:
 
 @patch
 def drop_part(self:WindowLoop):
-    """After a callback has cancelled a batch of which a backward pass has run: drops its window. A sum of gradients is
-    lost, because nothing can be taken out of it. The gradient of a single window stays, as in fastai"""
+    """After a callback has cancelled a batch that has already run a backward pass: replaces its window by an empty one.
+    Of several micro-batches, all gradients are lost, because the cancelled one cannot be taken out of their sum. The
+    gradient of a single window stays in `.grad`, as in fastai, and the next batch adds to it"""
     if not self.window.is_single:
         self.fit.warn_once("a callback has cancelled a part of a batch: its whole window is left out")
     self.discard_window()
@@ -429,17 +431,15 @@ def close_window(self:WindowLoop)->Outcome:
 
 @patch
 def step_window(self:WindowLoop):
-    """Takes the step of a window whose gradients are means, and zeroes them, as fastai does. If a callback cancels
-
-    - the step alone: zeroes the gradients, too, as in fastai
-    - more than the step, in a single window: leaves the gradients, as in fastai, which adds those of the next batch
-    - more than the step, in a window of several micro-batches: drops the gradients, see `drop_cancelled`
+    """Takes the step of a window whose gradients are means, and zeroes the gradients, as fastai does. If a callback
+    cancels more than the step, by CancelBatchException for example, fastai leaves the gradients, and the next batch
+    adds to them. So does a single window. A window of several micro-batches drops them, see `drop_cancelled`
 
     Parameters outside the Learner's optimizer keep their gradients: whoever steps them zeroes them, as in fastai"""
     if self.log_accum_batch: self.show_window_loss()
     self.cb.report_step()
     n_steps_before = self.n_steps
-    try: self.take_step()
+    try: self.take_step()  # returns as usual after a CancelStepException
     except (CancelBatchException, CancelEpochException, CancelTrainException) as e:  # training goes on after these
         # If the step was counted, `e` was raised in `after_step`
         if not self.window.is_single: self.drop_cancelled(e, has_stepped=self.n_steps > n_steps_before)
@@ -448,9 +448,9 @@ def step_window(self:WindowLoop):
 
 @patch
 def drop_cancelled(self:WindowLoop, e:Exception, has_stepped:bool):
-    """After a callback has raised `e` in the step of a window with several micro-batches: drops the gradients. They are
-    means already, and in the sums of the next window each gradient is multiplied by its weight first. If the step was
-    not taken, warns about a CancelBatchException, since the user may have meant a CancelStepException"""
+    """After a callback has raised `e` in the step of a window with several micro-batches: drops the gradients, because
+    these are means, which cannot be added to the weighted sums of the next window. If the step was not taken, warns
+    about a CancelBatchException, since the user may have meant a CancelStepException"""
     if isinstance(e, CancelBatchException) and not has_stepped:
         self.fit.warn_once(f"{callback_that_raised(e)} cancels a window at its step (CancelBatchException): its "
                            "gradient is dropped, and adds to no other. To skip a step, raise CancelStepException")
@@ -461,9 +461,7 @@ def finalize_gradients(self:WindowLoop)->Outcome:
     """Called after the last micro-batch, when gradients are sums. Makes them means over all processes, and returns
     HAS_MEAN; or returns NO_ITEMS or NONFINITE if the step is to be skipped"""
     window,processes = self.window,self.fit.processes
-    if window.grads is not None: window.grads.check()
-    warning = self.fit.loss_check.check(window.kept)
-    if warning: self.fit.warn_once(warning)
+    self.check_sums()
     processes.reduce_window(window)  # from here on, `window.losses` are the sums of all processes, in plain numbers
     if window.losses.items == 0: return Outcome.NO_ITEMS
     # Each gradient is now sum(weight*gradient)/n, over the micro-batches of all n processes, because DDP divides by n.
@@ -474,6 +472,14 @@ def finalize_gradients(self:WindowLoop)->Outcome:
     window.end_sums()  # after the division, so that it is done in float32
     is_skipped = self.cb.skip_nonfinite and self.has_nonfinite()
     return Outcome.NONFINITE if is_skipped else Outcome.HAS_MEAN
+
+@patch
+def check_sums(self:WindowLoop):
+    """Raises RuntimeError if a callback has changed the sums of gradients in mid-window. Warns if the sum of losses is
+    not exact for this loss function"""
+    if self.window.grads is not None: self.window.grads.check()
+    warning = self.fit.loss_check.check(self.window.kept)
+    if warning: self.fit.warn_once(warning)
 
 # %% ../../nbs/windows/15_loop.ipynb #6c1f0b92
 @patch
@@ -527,14 +533,14 @@ def run_step(self:WindowLoop):
 
 @patch
 def discard_window(self:WindowLoop):
-    """Puts an empty window in place of one that was left before it was closed. Leaves a closed window as it is. Drops
-    the gradients, too, if they are sums. The gradient of a single micro-batch stays, as in fastai. Called
+    """Replaces a window that was not closed by an empty one. Its gradients are dropped if they are sums. The gradient
+    of a single micro-batch stays, as in fastai. A window is not closed when
 
-    - at the end of each epoch, after an exception, too: the window may be open, or callbacks have cancelled its batches
-    - before a new window, if callbacks have cancelled all batches of the last one
-    - if a callback cancels a part of a batch: in the same round, the empty window takes further batches"""
+    - an epoch ends early, or leaves an incomplete window
+    - callbacks have cancelled all its batches
+    - a callback has cancelled a part of a batch. Then the empty window takes the next batches of the same round"""
     window = self.window
-    if window.outcome is not None: return
+    if window.outcome is not None: return  # it was closed
     if window.grads is not None:
         window.end_sums()
         self.drop_gradients()

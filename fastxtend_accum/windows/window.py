@@ -38,11 +38,12 @@ def zero_if_empty(count:Count|None, value:Tensor)->Tensor:
     return torch.zeros_like(value) if count == 0 else value
 
 @contextmanager
-def zero_grads_if_empty(tensors:list, weight:Count):
-    """In this context, a backward pass gives the `tensors` gradients of 0 if `weight` is 0, and goes on with these.
-    Multiplying the loss by 0 is not enough: the gradient of a mean over nothing is NaN, and NaN*0 is NaN. The hook of a
-    tensor gets its gradient, and the backward pass goes on with what the hook returns"""
-    def hook(grad:Tensor)->Tensor: return zero_if_empty(weight, grad)
+def zero_grads_if_empty(tensors:list, count:Count):
+    """In this context, a backward pass gives the `tensors` gradients of 0 if `count` is 0. This may be the number of
+    items, or the weight of the loss, which is 0 if there are no items. Multiplying the loss by 0 is not enough, because
+    the gradient of a mean over nothing is NaN, and NaN*0 is NaN"""
+    # PyTorch calls the hook of a tensor with its gradient, and continues the backward pass with what the hook returns
+    def hook(grad:Tensor)->Tensor: return zero_if_empty(count, grad)
     handles = [o.register_hook(hook) for o in tensors if o.requires_grad]
     try: yield
     finally:
@@ -78,7 +79,8 @@ class LossSums(NamedTuple):
         transfer waits for the GPU"""
         loss = self.loss
         if not isinstance(self.items, Tensor): return self._replace(loss=loss.cpu())
-        # `stack` gives both the type of the loss. In float32, numbers of items are exact up to 2**24
+        # `stack` gives both the dtype of the loss. Of a weighted loss, this is float32 at least, which is exact up to
+        # 2**24. The loss of a whole window may be bfloat16, but then it only matters whether `items` is 0
         loss_sum,items = torch.stack([loss.reshape(()), self.items]).tolist()
         return self._replace(loss=torch.tensor(loss_sum, dtype=loss.dtype), items=items)
 
@@ -93,13 +95,13 @@ class Outcome(Enum):
 # %% ../../nbs/windows/04_window.ipynb #57e85ef5
 class Window:
     """The loader batches of one optimizer step: at least `size` samples in this process, unless the epoch ends earlier.
-    It begins with its first micro-batch, adds further ones to its sums, and is closed once it has an `outcome`"""
+    `begin` is called before its first micro-batch, `add` after each one, and `close` before the step"""
     def __init__(self, size:int=1):
         self.size = size
         self.losses = LossSums()  # over the micro-batches that have run; at the end, over those of all processes
-        # `begin` sets both. If there is one process, they are equal. If there are several, `is_whole` is False
-        self.is_single = False  # whether this process has only one micro-batch of it, which it computes as fastai does
-        self.is_whole = False  # whether one micro-batch is the whole window, so that its loss is the mean as it is
+        # `begin` sets these three
+        self.is_single = False  # whether this process has only one micro-batch of it, and runs this one as fastai does
+        self.is_whole = False  # whether it is single, and there is only one process: its loss is the mean of the window
         self.grads = None  # a GradientSums, while several micro-batches are summed
         self.kept = []  # micro-batches by which `LossCheck` finds out whether sums are exact for this loss
         self.batches = []  # copies of the loader batches that have run in it, if the next epoch may run them again
@@ -124,11 +126,12 @@ class Window:
         self.grads = None
 
     def weight_of(self, items:Count|None)->Count:
-        """Returns the weight of a loss that averages over `items`, for example 24/32 in a window of 32 samples, whose
-        unit is 32. The items of several losses together get the sum of their weights. The weight is 1 in two cases:
+        """Returns the weight of a loss that averages over `items`: items/unit, for example 24/32 in a window of 32
+        samples. So the sum of the weights of several losses is the weight of the sum of their items. The weight is 1 in
+        two cases:
 
         - losses are sums (`items` is None), which are added up as they are
-        - the window has only one loss, which is its mean as it is"""
+        - the loss is the only one in the window, so that it is the mean already"""
         if items is None or self.is_whole: return 1
         return items/power_of_two(self.size)
 
@@ -139,17 +142,17 @@ class Window:
         return zero_if_empty(losses.items, mean)
 
     def add(self, micro_batch:LossSums):
-        """Called after the backward pass of a micro-batch: adds what it contributes to the losses. The backward pass
-        has added to the gradients, so `GradientSums` notes how they are now: a later change is by a callback"""
+        """Called after the backward pass of a micro-batch, which has added to the gradients: adds its loss, samples and
+        items. `GradientSums` notes how the gradients are now, and later finds out if a callback has changed them"""
         self.losses = self.losses.plus(micro_batch)
         if self.grads is not None: self.grads.accept()
 
     def add_samples(self, samples:int):
-        """Adds samples that fill the window, but have no part in its mean. There are two cases:
+        """Adds samples that count towards the size of the window, but have no part in its mean. There are two cases:
 
         - a batch without targets has no loss
-        - a callback has cancelled the backward passes of some micro-batches of a batch. `MicroBatches` adds them, so
-          that the window does not wait for other samples in their place"""
+        - a callback has cancelled the backward passes of some micro-batches of a batch. `MicroBatches` adds their
+          samples here, since the batch counts as a whole"""
         self.losses = self.losses._replace(samples=self.losses.samples+samples)
 
 # %% ../../nbs/windows/04_window.ipynb #3ad9e0f7
@@ -160,16 +163,16 @@ def set_totals(self:Window, losses:LossSums):
 
 @patch
 def restart_batch(self:Window, losses:LossSums, n_kept:int):
-    """Called if memory ran out in a loader batch, which will run again, perhaps in another number of micro-batches:
-    goes back to the sums, and to the `n_kept` micro-batches for the check, from before this batch. The caller,
-    `BatchUndo`, restores the gradients: it has kept a copy of them"""
+    """Called if memory ran out in a loader batch, before the batch runs again in smaller micro-batches: restores the
+    sums and the number of `kept` micro-batches from before the batch. The caller, `BatchUndo`, restores the
+    gradients"""
     self.losses = losses
     del self.kept[n_kept:]
-    if not losses.n_micro: self.end_sums()  # it was the first batch. `begin` is called again
+    if not losses.n_micro: self.end_sums()  # the batch was the first of the window: `begin` will be called again
 
 @patch
 def close(self:Window, outcome:Outcome):
-    "Called before the step: sets the outcome of the window, which no longer needs its batches and sums of gradients"
+    "Called before the step: sets the outcome, and releases what only an open window needs"
     self.end_sums()
     self.outcome = outcome
     self.kept = []
