@@ -5,7 +5,7 @@ from common import *
 from labels import *
 from layouts import each_layout
 from our_warnings import warnings_of
-from fastxtend_accum.windows.forward_backward import accept_cancelled
+from fastxtend_accum.windows.forward_backward import accept_own_gradient
 from fastxtend_accum.windows.losses import loss_rules
 from fastxtend_accum.windows.window import LossSums, Window
 
@@ -244,7 +244,7 @@ def test_a_gradient_of_ones_own_gets_the_weight_of_this_process(weight, before, 
     window = Window()
     window.begin(SimpleNamespace(), is_single=True, n_processes=2)
     fit = SimpleNamespace(params=SimpleNamespace(summed=[p]))
-    accept_cancelled(fit, window, weight, LossSums(1, 8, tensor(0.), 0))
+    accept_own_gradient(fit, window, weight, LossSums(1, 8, tensor(0.), 0))
     assert p.grad.item() == after
     assert window.losses.samples == 8
 

@@ -22,8 +22,8 @@ from .state import Snapshot
 from .window import Count,LossSums,Window,zero_grads_if_empty,zero_if_empty
 
 # %% auto #0
-__all__ = ['FitContext', 'forward_backward', 'compute_loss_and_count', 'items_of_loss', 'run_backward', 'tensors_behind_loss',
-           'add_weighted_gradient', 'accept_cancelled', 'callback_that_raised']
+__all__ = ['FitContext', 'forward_backward', 'compute_loss_and_count', 'items_of_loss', 'note_replaced_loss', 'run_backward',
+           'tensors_behind_loss', 'add_weighted_gradient', 'leave_out', 'accept_own_gradient', 'callback_that_raised']
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #bf1f6dd7
 class FitContext:
@@ -82,14 +82,10 @@ def forward_backward(
     if not learn.training or not len(learn.yb):
         window.add_samples(samples)
         return
+    items = items_of_loss(fit, counted_by_loss)
     # A callback that changes the loss in place (`loss_grad += penalty`) adds to it, and does not replace it
     is_replaced = learn.loss_grad is not computed_loss
-    # If a callback has replaced the loss, the number that the loss function states may be wrong for the new one. In a
-    # single window this hardly matters, because there is only one loss to weigh
-    may_be_wrong = is_replaced and not window.is_single
-    items = items_of_loss(fit, counted_by_loss, may_be_wrong)
-    # The check computes losses again by the loss function, so it cannot check a loss that a callback has computed
-    if is_replaced: fit.loss_check.stop()
+    if is_replaced: note_replaced_loss(fit, window)
     elif not window.is_single: fit.loss_check.keep(window.kept, learn.loss_func, args, rows, items)
     run_backward(fit, window, samples, items)
 
@@ -117,7 +113,6 @@ def compute_loss_and_count(learn, rows:int)->Count|None:
 def items_of_loss(
     fit:FitContext,
     counted_by_loss:Count|None, # Items that the loss function averages over; None: it sums
-    may_be_wrong:bool, # Whether to warn before `counted_by_loss` is returned, because a callback has replaced the loss
 )->Count|None:
     """Returns how many items the loss averages over; None if it is a sum. The first of these that exists says it:
 
@@ -127,11 +122,16 @@ def items_of_loss(
     learn,num_items = fit.learn,fit.cb.num_items
     if num_items is not None: return check_items(num_items(learn))
     labels = n_model_labels(learn)
-    if labels is not None: return labels
-    if may_be_wrong:
+    return counted_by_loss if labels is None else labels
+
+def note_replaced_loss(fit:FitContext, window:Window):
+    """Called if a callback has replaced the loss. Stops the check, which computes losses by the loss function. Warns if
+    only the loss function says how many items there are, because the new loss may average over something else"""
+    fit.loss_check.stop()
+    if window.is_single: return  # there is only one loss, so its weight hardly matters
+    if fit.cb.num_items is None and n_model_labels(fit.learn) is None:
         fit.warn_once("a callback replaces the loss (learn.loss_grad), but micro-batches keep the weights of the loss "
                       "before it: if the new one averages over something else, pass num_items")
-    return counted_by_loss
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #5e8a1c7d
 # The backward pass
@@ -152,7 +152,9 @@ def run_backward(
         fit.send('before_backward')
         add_weighted_gradient(fit, window, weight, contribution)
     except CancelBackwardException:
-        accept_cancelled(fit, window, weight, contribution)
+        # As in fastai, the callback may have computed the gradient in place of the backward pass
+        if window.is_single: accept_own_gradient(fit, window, weight, contribution)
+        else: leave_out(fit, window)
         fit.send('after_cancel_backward')
     try: fit.send('after_backward')
     except CancelBatchException as e:
@@ -186,20 +188,16 @@ def add_weighted_gradient(fit:FitContext, window:Window, weight:Count, contribut
     fit.processes.after_backward()
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #6b0d27f4
-def accept_cancelled(fit:FitContext, window:Window, weight:Count, contribution:LossSums):
-    """Called after a callback has raised CancelBackwardException. As in fastai, the callback may have computed the
-    gradient in place of the backward pass. There are two cases:
+def leave_out(fit:FitContext, window:Window):
+    """Leaves a micro-batch whose backward pass was cancelled out of its window of several micro-batches, and warns.
+    Raises RuntimeError if the callback has changed the sums of gradients, since what it has added has no weight"""
+    window.grads.check()
+    fit.warn_once("a callback cancels backward passes (CancelBackwardException): their micro-batches are left out of "
+                  "the window")
 
-    - a single window takes its step with this gradient
-    - a window of several micro-batches leaves this one out, with a warning. If the callback has changed the sums of
-      gradients, raises RuntimeError, because nobody knows the weight of what it has added"""
-    if not window.is_single:
-        window.grads.check()
-        fit.warn_once("a callback cancels backward passes (CancelBackwardException): their micro-batches are left out "
-                      "of the window")
-        return
-    # At the end of the window, gradients are divided by the sum of the weights of all processes. The gradient that the
-    # callback has computed was not multiplied by its weight, so this does it. In a single process the weight is 1
+def accept_own_gradient(fit:FitContext, window:Window, weight:Count, contribution:LossSums):
+    """Accepts the gradient of a single window whose backward pass a callback has cancelled. Multiplies it by its
+    weight, since at the end it is divided by the sum of the weights of all processes. In one process both are 1"""
     for grad in gradients(fit.params.summed):
         weighted = zero_if_empty(weight, grad*weight)  # 0 if the weight is 0, also where `grad` is NaN
         grad.copy_(weighted)
