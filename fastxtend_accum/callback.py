@@ -124,12 +124,12 @@ def extend_lr_find(self:WindowCallback, finder:LRFinder):
     info = self.loader_info_of(dl)
     # With an LRFinder the size is the same in the whole fit: at 0, and for any number of epochs. The batch of this
     # process stands for a batch of all processes: if there are several, the number of epochs becomes too large
-    size = self.window_size_at(pct_train=0., n_epoch=1, global_bs=info.planned_batch_size)
+    size = self.window_size_at(pct_train=0., n_epoch=1, global_bs=info.expected_batch_size)
     largest = 1.5*size  # a window is rounded to whole loader batches: a size of 1.5 batches becomes 2
     samples = finder.num_it*largest
     # Twice as many, because an epoch may use little more than half of its samples, if it drops a window that is almost
     # full
-    self.learn.n_epoch = math.ceil(2*samples/info.n_planned)
+    self.learn.n_epoch = math.ceil(2*samples/info.n_expected)
 
 # %% ../nbs/05_callback.ipynb #6f0aaeb2
 @patch
@@ -149,7 +149,7 @@ def begin_epoch(self:WindowCallback):
         return
     last = self.loop.batches  # of the last epoch; None in the first one
     carried = [] if last is None else last.left_over
-    self.prepare_epoch(carried, [o.planned for o in carried])
+    self.prepare_epoch(carried, [o.expected for o in carried])
 
 @patch
 def begin_in_middle(self:WindowCallback):
@@ -163,7 +163,7 @@ def begin_in_middle(self:WindowCallback):
 @patch
 def prepare_epoch(self:WindowCallback,
     carried:list[LoaderBatch], # Left over from the last epoch
-    carried_sizes:list[int], # Planned samples of all batches that were carried, also of those that ran before a kill
+    carried_sizes:list[int], # Expected samples of all batches that were carried, also of those that ran before a kill
 ):
     """Plans the windows of this epoch, and checks whether the Learner can run them; sets `learn.dl` to an
     `EpochBatches`, which `Learner.all_batches` then runs"""
@@ -223,13 +223,13 @@ def plan_of(self:WindowCallback,
     epoch:int,
     n_epoch:int, # Epochs of the fit
     n_processes:int=1,
-    carried:tuple|list=(), # Planned samples of each batch that was carried into the epoch
+    carried:tuple|list=(), # Expected samples of each batch that was carried into the epoch
 )->EpochPlan:
     "Returns the plan of the windows of `dl` in an `epoch`; raises ValueError if a size in the fit is invalid"
     info = self.loader_info_of(dl)
     def size_at_pct(pct_train:float)->float:
         "Returns the wanted size of a window, in samples of one process; `window_size_at` counts those of all processes"
-        return self.window_size_at(pct_train, n_epoch, info.planned_batch_size*n_processes)/n_processes
+        return self.window_size_at(pct_train, n_epoch, info.expected_batch_size*n_processes)/n_processes
     # Sizes of the fit, among them the smallest and the largest. The curve of a schedule may leave the range between its
     # ends, so look at each percent; and a size of `SchedSteps` may hold for less than a percent
     sizes = [size_at_pct(pct) for pct in np.linspace(0, 1, 101)]

@@ -23,10 +23,9 @@ EACH_REMAINDER = pytest.mark.parametrize('remainder', ['step', 'carry', 'drop'])
 SAMPLES = samples(20)
 
 
-class LongestFirst:
-    "A batch sampler of one's own, which has no batch size"
+class OwnBatchSampler:
+    "Has no batch size"
     def __len__(self): return 4
-    def __iter__(self): return iter([range(7), range(7, 10), range(10, 12), [12]])
 
 
 class Repeated(DataLoader):
@@ -57,15 +56,15 @@ stream = partial(DataLoader, Stream(20), bs=8)
 
 
 def exactly(samples, bs=8):
-    return LoaderInfo(bs, states_batch_size=True, n_planned=samples, has_exact_length=True)
+    return LoaderInfo(bs, states_batch_size=True, n_expected=samples, has_exact_length=True)
 
 
 def about(samples):
-    return LoaderInfo(8, states_batch_size=True, n_planned=samples, has_exact_length=False)
+    return LoaderInfo(8, states_batch_size=True, n_expected=samples, has_exact_length=False)
 
 
 def unknown(batches):
-    return LoaderInfo(None, states_batch_size=False, n_planned=batches, has_exact_length=False)
+    return LoaderInfo(None, states_batch_size=False, n_expected=batches, has_exact_length=False)
 
 
 LOADERS = dict(
@@ -83,7 +82,7 @@ LOADERS = dict(
     batch_sampler=(batch_sampler, exactly(12)),
     batch_sampler_drop_last=(partial(batch_sampler, drop_last=True), exactly(8)),
     torch_stream=(partial(TorchDataLoader, Stream(20), 8), about(24)),
-    own_batch_sampler=(partial(TorchDataLoader, SAMPLES, batch_sampler=LongestFirst()), unknown(4)),
+    own_batch_sampler=(partial(TorchDataLoader, SAMPLES, batch_sampler=OwnBatchSampler()), unknown(4)),
     list_of_batches=(lambda: [None, None, None, None], unknown(4)))
 
 
@@ -96,13 +95,11 @@ def test_what_a_loader_says_of_its_batches(name):
 def plan_of(info, size=16, epoch=0, n_epoch=2, remainder='step', carried=()):
     "Returns the plan of an epoch with windows of one size, or of a size that is a function of the position in training"
     size_at_pct = size if callable(size) else lambda pct: size
-    bs = info.planned_batch_size
+    bs = info.expected_batch_size
     return EpochPlan(info, size_at_pct, bs/2, bs, epoch, n_epoch, remainder, carried)
 
 
-def test_a_batch_size_is_taken_from_the_callback_only_if_the_loader_states_none():
-    batches = [None, None, None]
-    assert loader_info(batches, 4) == (4, False, 12, False)
+def test_a_batch_size_that_the_loader_states_is_not_taken_from_the_callback():
     assert loader_info(sized(), 4) == exactly(20)
 
 
@@ -211,17 +208,23 @@ def test_a_loader_of_pytorch_or_a_batch_sampler(make, remainder):
     assert_fits_windows(learn, 92, remainder='drop', drop_last=True)
 
 
-def test_batches_of_many_sizes():
-    "With micro_batch_size in the place of the batch size that nobody states, a window takes them until it is full"
-    train = TorchDataLoader(samples(13), batch_sampler=LongestFirst())
-    learn = with_loader(train, GradientAccumulation(8, micro_batch_size=4))
-    assert fit(learn, 2).recorder.accum_bs == [10, 3, 10, 3]
-    assert learn.pct_train == 1
-    steps = [(range(10), 0), (range(10, 13), 0)]
+def list_of_batches(n, sizes):
+    inputs, targets = data(n)
+    return list(zip(inputs.split(sizes), targets.split(sizes)))
+
+
+@pytest.mark.parametrize('accum, ends', [(8, [10, 13]), (2, [4, 7, 9, 12, 13])])
+def test_batches_of_many_sizes(accum, ends):
+    """With micro_batch_size in place of the batch size that nobody states, a window takes them until it is full; or it
+    is half of 4, or of more. An empty batch changes nothing"""
+    train = list_of_batches(13, [7, 3, 0, 2, 1])
+    learn = fit(with_loader(train, GradientAccumulation(accum, micro_batch_size=4)), 2)
+    steps = [(range(start, end), 0) for start, end in zip([0, *ends], ends)]
     assert_steps(learn, steps+steps, 13)
+    assert learn.pct_train == 1
 
 
-def fastai_stream(n): return DataLoader(Stream(88), bs=8, n=n)
+def fastai_stream(n): return DataLoader(Stream(88), bs=np.int64(8), n=n)  # a number of NumPy counts as a number
 def torch_stream(n): return TorchDataLoader(Stream(88, n), 8)
 
 
@@ -468,13 +471,13 @@ class Bar(GetAttr):
 
 
 class Wraps(Callback):
-    def __init__(self, order): self.order = order
+    order = 11
     def before_train(self): self.learn.dl = Bar(self.learn.dl)
 
 
 @EACH_REMAINDER
 def test_a_loader_that_is_replaced_before_the_windows_begin_is_the_data(remainder):
-    learn = fit(accumulated_learner(96, [Wraps(11)], remainder=remainder))
+    learn = fit(accumulated_learner(96, [Wraps()], remainder=remainder))
     assert len(losses(learn)) == 9
 
 
@@ -482,8 +485,6 @@ def test_a_loader_that_is_replaced_before_the_windows_begin_is_the_data(remainde
 
 def test_the_line_of_a_loader_that_states_no_size_has_that_of_its_first_batch(capsys):
     accum = GradientAccumulation(micro_batch_size='auto')
-    inputs, targets = data(32)
-    batches = list(zip(inputs.split(8), targets.split(8)))
-    fit_aloud(with_loader(batches, accum), 1)
+    fit_aloud(with_loader(list_of_batches(32, 8), accum), 1)
     assert '8 samples per step, at most 8 at a time' in capsys.readouterr().out
     assert accum.micro_bs is None

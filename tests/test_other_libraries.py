@@ -148,4 +148,4 @@ def test_the_samples_of_a_shared_loader_are_known(drop_last, monkeypatch):
     monkeypatch.setattr(DistributedDL, '_broadcast', lambda self, order, rank: list(order))  # there is one process
     for n in range(8, 40):
         dl = DistributedDL(DataLoader(range(n), bs=3, drop_last=drop_last), 0, 4)
-        assert loader_info(dl).n_planned == sum(map(len, dl)), n
+        assert loader_info(dl).n_expected == sum(map(len, dl)), n

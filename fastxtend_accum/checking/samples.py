@@ -64,4 +64,4 @@ def first_samples(dl, n:int)->LoaderBatch:
     sizes = sizes*n_times
     data = join(batches*n_times, sizes)
     n_samples = sum(sizes)
-    return LoaderBatch(data, samples=n_samples, planned=n_samples, rows=n_samples)
+    return LoaderBatch(data, samples=n_samples, expected=n_samples, rows=n_samples)

@@ -33,7 +33,8 @@ def optimizers_of(cb)->list:
     held = []
     for o in vars(cb).values():
         held.append(o)
-        held += children(o) or ()  # the items of a list, tuple or dict; None for other objects
+        # The items of a list, tuple or dict. For any other object, `children` returns None
+        held += children(o) or ()
     return [o for o in held if isinstance(o, (Optimizer,OptimWrapper,torch.optim.Optimizer))]
 
 def extra_params(learn)->list:
@@ -52,24 +53,26 @@ half = torch.bfloat16,torch.float16
 can_sum_in_float32 = hasattr(Tensor, 'grad_dtype')
 
 class WindowParams:
-    """The parameters of `learn` whose gradients a window sums, in several lists:
+    """The parameters of `learn` whose gradients a window sums, in several lists. In the table, "half" means that a list
+    has only the half-precision weights:
 
-                                                                  guarded    extra    summed    outside
-        of the Learner's optimizer                                      x                  x
-        of the model, but not of the optimizer                          x                  x          x
-        of the loss, and of optimizers that callbacks hold                       x         x          x"""
+                                                              guarded   extra   summed   outside   in_float32
+        of the Learner's optimizer                               x                 x                  half
+        of the model, but not of the optimizer                   x                 x        x         half
+        of the loss, and of optimizers that callbacks hold                x        x        x         half"""
     def __init__(self, learn):
         self.opt = learn.opt
         # While a window of several micro-batches runs, callbacks may not change these gradients (`GradientSums.check`)
         self.guarded = uniqueify([*params_in(learn.opt), *learn.model.parameters()])
-        # Parameters of the loss, and of optimizers that callbacks hold. They are not guarded, because callbacks may
-        # zero these gradients at any time. They are summed, because their gradients must become means, too
+        # Callbacks may zero these gradients at any time
         self.extra = extra_params(learn)
+        # All of these gradients are divided at the end of a window, so that they become means
         self.summed = uniqueify([*self.guarded, *self.extra])
-        in_opt = {*params_in(learn.opt)}
-        self.outside = [p for p in self.summed if p not in in_opt]  # whose gradients `opt.zero_grad` does not clear
-        self.in_float32 = []  # half-precision weights, whose gradients are summed in float32
-        if can_sum_in_float32: self.in_float32 = [p for p in self.summed if p.dtype in half]
+        # `opt.zero_grad` does not clear these gradients
+        in_opt = set(params_in(learn.opt))
+        self.outside = [p for p in self.summed if p not in in_opt]
+        # These gradients are summed in float32
+        self.in_float32 = [p for p in self.summed if can_sum_in_float32 and p.dtype in half]
 
 # %% ../../nbs/windows/02_gradients.ipynb #881cf74d
 # Their gradients
@@ -108,9 +111,10 @@ class GradientSums:
         self.accept()
 
     def current(self)->tuple[list,list]:
-        "Returns the gradients of the parameters that are trained, and how often each of them was changed in place"
+        "Returns the gradients of the parameters that are trained, and how many times each was changed in place"
         grads,versions = [],[]
-        for p in self.params.guarded:  # without calls, since this runs for each micro-batch
+        # This runs for each micro-batch. Calls would cost time, so it calls neither `gradients` nor `append`
+        for p in self.params.guarded:
             if p.grad is None or not p.requires_grad: continue
             grads += [p.grad]
             versions += [p.grad._version]
@@ -131,7 +135,8 @@ class GradientSums:
                            "one batch")
 
     def end(self):
-        "Once the sums are divided, or thrown away: rounds those in float32 to the type of their weights"
+        """Called once the sums are divided, or when they are not needed, as in a window that is dropped: gradients in
+        float32 get the type of their weights again"""
         for p in self.params.in_float32: set_grad_dtype(p, p.dtype)
 
 def divide_gradients(params:Iterable, divisor:Real):

@@ -22,7 +22,7 @@ __all__ = ['remainders', 'batch_source', 'loader_bs', 'drops_last', 'is_distribu
 def batch_source(dl):
     "Returns what makes batches of the samples of `dl`: PyTorch's `BatchSampler`, or `dl` itself"
     sampler = getattr(dl, 'batch_sampler', None)
-    # A subclass is not asked: its batches may have other sizes and samples than its `batch_size` and `sampler` say
+    # Not a subclass: its batches may have other sizes and samples than its `batch_size` and `sampler` say
     return sampler if type(sampler) is torch.utils.data.BatchSampler else dl
 
 def loader_bs(dl)->int|None:
@@ -50,65 +50,65 @@ def dataset_size(dl)->int|None:
         return None if n is None else math.ceil(n/dl.world_size)
     # An iterable data set may yield more or fewer samples than its length
     if isinstance(getattr(dl, 'dataset', None), IterableDataset): return None
-    # The first of these that exists is returned. What draws a part of the data set comes before the whole
+    # The first of these numbers that exists is right. A part of the data set comes before the full size
     sizes = [
-        getattr(dl, 'partial_n', None),  # of fastai's PartialDL, which also has an `n`
-        getattr(dl, 'n', None),  # of fastai's loaders
-        length_of(batch_source(dl), 'sampler'),  # of PyTorch's
+        getattr(dl, 'partial_n', None),  # fastai's PartialDL draws this many of its `n` samples
+        getattr(dl, 'n', None),  # fastai's other loaders draw `n`
+        length_of(batch_source(dl), 'sampler'),  # PyTorch's loaders draw what their sampler yields
         length_of(dl, 'dataset')]
     return first(o for o in sizes if o is not None)
 
 # %% ../../nbs/windows/08_loader.ipynb #bc7dde7c
 # There are three counts of a batch. Nearly always, all of them are equal:
 #
-# samples  as the DataLoader counts them. They fill windows, and loggers show them
-# planned  samples that the plan of an epoch, which is made before batches are loaded, assumes for the batch. Positions
-#          in the epoch count these
-# rows     of its tensors, along which a batch is sliced
+# samples   as the DataLoader counts them once the batch is loaded. They fill windows, and loggers show them
+# expected  samples that the batch was expected to have before it was loaded. Windows are planned by these, and they
+#           measure how far the epoch has come
+# rows      of its tensors, along which a batch is sliced
 #
-#                                                                        samples  planned  rows
-# a DataLoader has bs=4                                                        4        4     4
-# the same, and its collate function makes two views of each sample            4        4     8
-# it states no batch size, the user says 4, and it yields 3 rows               3        4     3
+#                                                                       samples  expected  rows
+# a DataLoader has bs=4                                                       4         4     4
+# the same, and its collate function makes two views of each sample           4         4     8
+# it states no batch size, the user says 4, and it yields 3 rows              3         4     3
 
 class LoaderInfo(NamedTuple):
     "What is known about the batches of an epoch, in this process, before they are loaded"
     batch_size:int|None  # None: unknown, and not needed, because each batch is a window
     states_batch_size:bool  # False: `batch_size` is unknown, or assumed to be the callback's `micro_batch_size`
-    n_planned:int  # planned samples in the epoch; if `batch_size` is None, each batch counts as one
-    has_exact_length:bool  # False: the DataLoader may yield more or fewer samples than planned
+    n_expected:int  # samples expected in the epoch; if `batch_size` is None, each batch counts as one
+    has_exact_length:bool  # False: the DataLoader may yield more or fewer samples than expected
 
     @property
-    def planned_batch_size(self)->int:
-        "Planned samples in a full batch: 1 if the batch size is unknown"
+    def expected_batch_size(self)->int:
+        "Expected samples in a full batch: 1 if the batch size is unknown"
         return self.batch_size or 1
 
 def loader_info(
     dl,
     batch_size:int|None=None, # Used if `dl` states none
 )->LoaderInfo:
-    """Returns what is known about the batches of `dl`. Its length in samples is exact if the number of batches fits the
-    number of samples: 20 samples in batches of 8 make 3 batches or, if the incomplete batch is dropped, 2. With any
-    other number of batches, the length is an estimate: an `IterableDataset` does not know its samples, and some loaders
-    repeat or skip samples"""
+    """Returns what is known about the batches of `dl`. Its length is exact if the number of batches fits the number of
+    samples: 20 samples in batches of 8 make 3 batches or, if the incomplete batch is dropped, 2. Otherwise the length
+    is an estimate, as if all batches were full: an `IterableDataset` does not know its samples, and some loaders repeat
+    or skip samples"""
     n_batches = len(dl)
     bs = loader_bs(dl)
     if bs is None:
-        n_planned = n_batches*batch_size if batch_size else n_batches
-        return LoaderInfo(batch_size, states_batch_size=False, n_planned=n_planned, has_exact_length=False)
+        counted_as = batch_size or 1  # each batch
+        return LoaderInfo(batch_size, states_batch_size=False, n_expected=n_batches*counted_as, has_exact_length=False)
+    bs = int(bs)  # it may be a number of NumPy, which lacks methods of an int
+    estimate = LoaderInfo(bs, states_batch_size=True, n_expected=n_batches*bs, has_exact_length=False)
     n_samples = dataset_size(dl)
-    if n_samples is None:
-        return LoaderInfo(bs, states_batch_size=True, n_planned=n_batches*bs, has_exact_length=False)
+    if n_samples is None: return estimate
     # The comments are for 20 samples in batches of 8
     n_full = n_samples//bs  # 2
     n_all = math.ceil(n_samples/bs)  # 3, with the incomplete batch
-    # DistributedDL has a bug: if it drops the incomplete batch, its length still counts it, and is 3
+    # The length of DistributedDL may count an incomplete batch that it drops, which is a bug
     if is_distributed(dl) and dl.drop_last: n_batches = n_full
-    # `drop_last` is not asked, because samplers and wrappers need not have it
-    is_exact = n_batches in (n_full, n_all)
-    n_planned = n_batches*bs
-    if is_exact: n_planned = min(n_planned, n_samples)  # 3 batches have 20 samples, not 24
-    return LoaderInfo(bs, states_batch_size=True, n_planned=n_planned, has_exact_length=is_exact)
+    # Whether other loaders drop it is read from their length: samplers and wrappers need not have a `drop_last`
+    if n_batches not in (n_full, n_all): return estimate
+    n_expected = min(n_batches*bs, n_samples)  # 3 batches have 20 samples, not 24
+    return LoaderInfo(bs, states_batch_size=True, n_expected=n_expected, has_exact_length=True)
 
 # %% ../../nbs/windows/08_loader.ipynb #3ce99625
 remainders = 'step','carry','drop'  # what happens to batches at the end of an epoch that do not fill a window
@@ -132,11 +132,12 @@ def nearest_shape(size:float, bs:int)->WindowShape:
     if size >= bs:
         n_batches = math.floor(size/bs+.5+_tiny)  # rounded to the nearest number; a half, or nearly a half, goes up
         return WindowShape(n_batches)
-    # bs/size pieces would have this size. The number of pieces is one of the two integers around that: with bs=64, a
-    # size of 30 is between 3 pieces of 21.3 and 2 pieces of 32
+    # The wanted size is between the sizes of two numbers of pieces. With bs=64, 30 samples are between 2 pieces of 32
+    # and 3 pieces of 21.3
     n_pieces = math.floor(bs/size)
-    middle = (bs/n_pieces + bs/(n_pieces+1))/2  # between the two sizes
-    if size < middle-_tiny: n_pieces += 1
+    larger = bs/n_pieces
+    smaller = bs/(n_pieces+1)
+    if size-smaller < larger-size-_tiny: n_pieces += 1  # the smaller size is nearer
     return WindowShape(n_pieces=n_pieces)
 
 # %% ../../nbs/windows/08_loader.ipynb #5f0c9a4e
@@ -144,7 +145,7 @@ class LoaderBatch(NamedTuple):
     "What the DataLoader yields at a time; or a piece of it, if it makes several windows"
     data:tuple
     samples:int  # as the DataLoader counts them
-    planned:int  # samples that the plan of the epoch counts for it
+    expected:int  # samples that it was expected to have
     rows:int  # of its tensors, which may have several for each sample
 
     def copied(self)->LoaderBatch:
@@ -154,21 +155,24 @@ class LoaderBatch(NamedTuple):
     def piece(self, start:int, end:int)->LoaderBatch:
         """Returns the batch of the samples from `start` to `end`; raises ValueError if the tensors cannot be sliced.
         All counts are cut in the same proportion: of 4 samples with 8 rows, samples 1 to 3 have rows 2 to 6"""
-        first = self.rows*start//self.samples
-        last = self.rows*end//self.samples
-        data = slice_fields(self.data, first, last, self.rows)
-        # The difference of two rounded positions, so that all pieces together have the planned samples of the batch
-        planned = self.planned*end//self.samples - self.planned*start//self.samples
-        piece = LoaderBatch(data, end-start, planned, last-first)
+        def share(count, n):
+            "Returns how much of a `count` belongs to the first `n` samples"
+            return count*n//self.samples
+        start_row = share(self.rows, start)
+        end_row = share(self.rows, end)
+        data = slice_fields(self.data, start_row, end_row, self.rows)
+        # A difference of rounded numbers, and not a rounded difference, so that the pieces add up to the batch
+        expected = share(self.expected, end)-share(self.expected, start)
+        piece = LoaderBatch(data, end-start, expected, end_row-start_row)
         # A slice may begin at any address, where some kernels compute in another order, and so round differently. A
         # copy begins at an aligned address, so that results are bit for bit those of a batch of this size
         return piece.copied()
 
 # %% ../../nbs/windows/08_loader.ipynb #75b1f819
 class EpochPlan:
-    """The windows of one epoch, to the extent that they are known before it begins. "Samples" always means planned
-    samples here (see `LoaderInfo`). They are counted from the beginning of the epoch: batches that are carried into
-    it, because they filled no window in the previous epoch, run first, and begin before 0"""
+    """The windows of one epoch, to the extent that they are known before it begins. "Samples" always means expected
+    samples here (see the table above `LoaderInfo`). They are counted from the beginning of the epoch: batches that are
+    carried into it, because they filled no window in the previous epoch, run first, and begin before 0"""
     def __init__(self,
         info:LoaderInfo,
         size_at_pct:Callable, # `f(pct_train)` returns the wanted size of a window that begins there, in samples
@@ -176,21 +180,22 @@ class EpochPlan:
         largest_size:float,
         epoch:int,
         n_epoch:int,
-        remainder:str, # One of `remainders`; in the last epoch of the fit, 'step' takes the place of 'carry'
-        carried:list[int], # Planned samples of each batch left over from the previous epoch. These batches come first
+        fit_remainder:str, # One of `remainders`, the same in all epochs of the fit
+        carried:list[int], # Expected samples of each batch left over from the previous epoch. These batches come first
     ):
         store_attr('info,size_at_pct,epoch,n_epoch,carried')
-        self.bs = info.planned_batch_size  # of a full loader batch
-        # The shapes of the smallest and the largest window in the fit
+        self.bs = info.expected_batch_size  # of a full loader batch
+        # The same in all epochs of the fit
         self.smallest = nearest_shape(smallest_size, self.bs)
         self.largest = nearest_shape(largest_size, self.bs)
-        # Whether windows of the fit may differ in size, apart from the last one of an epoch: because they follow a
-        # schedule; because an incomplete batch may be carried, so that the first window of the next epoch gets another
-        # size; or because loader batches may differ in size
-        self.sizes_vary = self.smallest != self.largest or remainder == 'carry' or not info.states_batch_size
-        # What happens in this epoch. After the last epoch, no other epoch could run the batches that are carried
+        # Whether windows may differ in size, apart from the last one of an epoch: because they follow a schedule;
+        # because an incomplete batch may be carried, so that the first window of the next epoch gets another size; or
+        # because loader batches may differ in size
+        self.sizes_vary = self.smallest != self.largest or fit_remainder == 'carry' or not info.states_batch_size
+        # What happens to the remainder of this epoch. After the last one, no epoch could run batches that are carried
         is_last_epoch = epoch+1 >= n_epoch
-        self.remainder = 'step' if remainder == 'carry' and is_last_epoch else remainder
+        self.remainder = 'step' if fit_remainder == 'carry' and is_last_epoch else fit_remainder
+        # The windows of this epoch
         self.start = -sum(carried)  # where the first batch begins
         self.windows = []  # pairs (start, size), both in samples
         self.n_batches = 0  # batches of all windows; a piece counts as a batch
@@ -207,9 +212,9 @@ class EpochPlan:
         "Returns the fraction of the fit at a `position` in this epoch"
         return (self.epoch+position)/self.n_epoch
 
-    def fraction_read(self, samples:int)->float:
-        "Returns the fraction of the epoch after this many `samples`. It is negative while carried batches are read"
-        return samples/max(self.info.n_planned, 1)
+    def fraction_of_samples(self, samples:int)->float:
+        "Returns which fraction of the epoch this many `samples` are. It is negative while carried batches are read"
+        return samples/max(self.info.n_expected, 1)
 
     def position(self, samples:int)->float:
         """Returns the position in the epoch, from 0 to 1, after this many `samples`; it is negative in carried batches.
@@ -220,51 +225,49 @@ class EpochPlan:
             they do not                    1/3          2/3            1    the fraction of the windows that have ended
 
         The second is what fastai does with batches of 32: each batch advances the position by the same amount"""
-        n = len(self.windows)
-        if self.sizes_vary or not n: return self.fraction_read(samples)
-        return bisect_right(self.ends, samples)/n
+        if self.sizes_vary or not self.windows: return self.fraction_of_samples(samples)
+        return bisect_right(self.ends, samples)/len(self.windows)  # windows whose `ends` are at most `samples`
 
     def shape(self, samples:int)->WindowShape:
-        """Returns the shape of a window that begins after this many `samples`. A window that begins in the middle of a
-        loader batch is a piece of it, and has the shape of the first piece, because `piece_bounds` cuts the whole batch
-        at once. So this asks for the size where the loader batch begins. With batches of 8:
-
-            samples           -8         0         8    12    16
-            loader batches    |  carried |         |     :     |
-            asks at           -8         0         8     8    16"""
+        "Returns the shape of windows that begin with a loader batch, which begins after this many samples"
         if self.smallest == self.largest: return self.smallest
-        start_of_batch = samples
-        if samples > 0: start_of_batch -= samples%self.bs  # carried batches, which begin before 0, are whole or pieces
-        position = self.fraction_read(start_of_batch)
+        position = self.fraction_of_samples(samples)
         size = self.size_at_pct(self.pct_train(position))
         return nearest_shape(size, self.bs)
 
     def window_size(self, samples:int)->int:
-        "Returns the number of samples in a window that begins after this many `samples`"
-        return self.shape(samples).samples(self.bs)
+        """Returns the number of samples in a window that begins after this many samples. If it begins in the middle of
+        a loader batch, it is a piece of it, and `piece_bounds` has cut the whole batch into pieces of one size. So this
+        asks for the size where the batch begins. With batches of 8:
+
+            samples           -8         0         8    12    16
+            loader batches    |  carried |         |     :     |
+            asks at           -8         0         8     8    16"""
+        start_of_batch = samples
+        if samples > 0: start_of_batch -= samples%self.bs  # carried batches, which begin before 0, are whole or pieces
+        return self.shape(start_of_batch).samples(self.bs)
 
 # %% ../../nbs/windows/08_loader.ipynb #a3c1d5e7
 @patch
 def piece_bounds(self:EpochPlan,
-    start:int, # Where in the epoch the loader batch begins
-    n:int, # Its samples. The last one of an epoch may have fewer than the others
+    batch_start:int, # Samples of the epoch before the loader batch
+    n:int, # Samples of the loader batch. The last one of an epoch may have fewer than the others
 )->list[tuple[int,int]]:
     """Returns start and end of each piece into which a loader batch is cut, because each piece makes a window; [(0, n)]
     if the batch is not cut. Pieces are of nearly equal size: 10 samples in 4 pieces are 3, 2, 3 and 2. A batch of fewer
     samples is cut at the same places, so that only its last piece is smaller"""
-    n_pieces = self.shape(start).n_pieces
+    n_pieces = self.shape(batch_start).n_pieces
     if n_pieces == 1: return [(0, n)]
-    # A DataLoader that states no batch size may yield more samples than were assumed
-    bounds = part_bounds(max(self.bs, n), n_pieces)
-    return [(first, min(last, n)) for first,last in bounds if first < n]
+    full = max(self.bs, n)  # a DataLoader that states no batch size may yield more samples than were assumed
+    return [(start, min(end, n)) for start,end in part_bounds(full, n_pieces) if start < n]
 
 @patch
-def planned_batches(self:EpochPlan)->Iterator[int]:
+def expected_batches(self:EpochPlan)->Iterator[int]:
     "Yields the number of samples of each batch that was carried, and of each loader batch of the epoch or its pieces"
     yield from self.carried
-    n = self.info.n_planned
-    for start in range(0, n, self.bs):
-        for first,last in self.piece_bounds(start, min(self.bs, n-start)): yield last-first
+    n = self.info.n_expected
+    for batch_start in range(0, n, self.bs):
+        for start,end in self.piece_bounds(batch_start, min(self.bs, n-batch_start)): yield end-start
 
 @patch
 def plan_windows(self:EpochPlan):
@@ -272,7 +275,7 @@ def plan_windows(self:EpochPlan):
     window = []  # the samples of each batch of the window that is being filled
     start = self.start  # of the window
     end = start  # of its batches until now
-    for samples in self.planned_batches():
+    for samples in self.expected_batches():
         self.n_batches += 1
         window.append(samples)
         end += samples
@@ -300,15 +303,16 @@ class EpochBatches(GetAttr):
         n_rounds:int, # Rounds of fastai's loop
     ):
         store_attr('dl,plan,loop,n_rounds')
-        self.info = plan.info
+        # How batches come
         self.read = iter  # `read(dl)` yields its batches. AutoResume sets another function in `read_with`
-        self.source = None  # while the epoch runs: yields each batch as a list, of its pieces or of the batch alone
+        self.source = None  # `reading` sets it: yields each batch as a list, of its pieces or of the batch alone
         self.waiting = deque(carried)  # batches that were loaded, or carried, and have not run
         self.current = None  # the batch that runs
         self.left_over = []  # once the epoch is over: batches that are carried into the next one
-        self.has_found_end = False  # whether the DataLoader has come to its end by itself
+        # How far the epoch has come
+        self.is_loading = False  # whether the DataLoader has begun, and has not come to its end
         self.n_loaded = 0  # batches that the DataLoader has yielded
-        self.samples_read = plan.start  # planned samples up to the end of the current batch: negative in carried ones
+        self.samples_read = plan.start  # expected samples up to the end of the current batch: negative in carried ones
 
     def read_with(self, read:Callable):
         "For AutoResume: `read(dl)` yields the batches of `dl` that are left, in place of `iter`, which yields all"
@@ -324,7 +328,7 @@ class EpochBatches(GetAttr):
         return iter(self.dl)
 
     def __len__(self)->int:
-        return max(self.n_rounds, 1)  # there may be a batch, although none was announced
+        return max(self.n_rounds, 1)  # there may be a batch, even if none was announced
 
 # %% ../../nbs/windows/08_loader.ipynb #53f9bf04
 # Reading the DataLoader
@@ -335,51 +339,53 @@ def reading(self:EpochBatches):
     "In this context the loop may read batches; afterwards, the DataLoader is closed, and the current batch released"
     self.source = self.loader_batches()
     try:
-        # The DataLoader draws the random order of its samples when it loads its first batch. As in fastai, this has to
-        # happen before the model runs, which may draw random numbers, too. But carried batches run before the first
-        # batch is needed, so this loads it ahead of time. It is not the first one if AutoResume continues in the middle
-        # of an epoch: then batches were loaded before, and its reader has drawn the order
-        if self.waiting and not self.n_loaded: self.load_next()
+        self.begin_before_carried()
         yield
     finally:
         self.source.close()  # its workers end
         self.current = None  # which frees its memory
 
 @patch
+def begin_before_carried(self:EpochBatches):
+    """If batches were carried, loads the first batch of the DataLoader before they run. With this batch the DataLoader
+    draws the random order of its samples: as in fastai, before the model, which may draw random numbers, too"""
+    # If `n_loaded` is not 0, AutoResume continues in the middle of an epoch, and its reader has drawn the order
+    if self.waiting and not self.n_loaded: self.load_next()
+
+@patch
 def loader_batches(self:EpochBatches)->Iterator[list[LoaderBatch]]:
     "Yields the batches of the DataLoader with their counts, each in a list: whole, or cut into pieces"
+    self.is_loading = True
     for data in self.read(self.dl):
-        # In planned samples, since each batch that was loaded counts as `bs`. `samples_read` counts batches that have
-        # run. It may be less, because loaded batches may wait
-        start = self.n_loaded*self.plan.bs
+        # Each loaded batch counts as `bs`, up to the expected end of the epoch. `samples_read` counts in the same way,
+        # once a batch runs: so pieces, which are cut here, have the size that their windows ask for when they begin
+        start = min(self.n_loaded*self.plan.bs, self.plan.info.n_expected)
         self.n_loaded += 1
         yield self.pieces_of(self.counted(data, start), start)
-    self.has_found_end = True
+    self.is_loading = False
 
 @patch
 def counted(self:EpochBatches, data:tuple, start:int)->LoaderBatch:
-    """Returns a batch with its counts (see the table at `LoaderInfo`). It begins after `start` samples of the epoch.
-    How many samples it has depends on the DataLoader:
+    """Returns a batch, which begins after `start` expected samples of the epoch, with its counts (see the table above
+    `LoaderInfo`). How many samples it has depends on the DataLoader:
 
-    - it states its batch size, and its length is exact: as many as planned, even if the batch has more rows
-    - it states its batch size, but its length is an estimate, or the batch is beyond this length: the batch size; or
-      the rows of the batch, if it has fewer, as the last batch of a stream
-    - it states no batch size: the rows of the batch"""
-    info = self.info
-    left = max(info.n_planned-start, 0)  # 0 if the DataLoader yields more
-    planned = min(self.plan.bs, left)  # the last batch may be smaller
-    rows = n_rows(data, planned if info.states_batch_size else None)
-    if info.has_exact_length and planned > 0: samples = planned
-    elif info.states_batch_size: samples = min(self.plan.bs, rows)
-    else: samples = rows
-    return LoaderBatch(data, samples, planned, rows)
+    - it states no batch size: the rows of the batch
+    - its length is exact, and the batch is not beyond it: as many as expected, even if the batch has more rows
+    - otherwise: the batch size; or the rows of the batch, if it has fewer, as the last batch of a stream"""
+    info = self.plan.info
+    expected = min(self.plan.bs, info.n_expected-start)  # the last batch may be smaller; a batch beyond it has 0
+    rows = n_rows(data, expected if info.states_batch_size else None)
+    if not info.states_batch_size: samples = rows
+    elif info.has_exact_length and expected > 0: samples = expected
+    else: samples = min(self.plan.bs, rows)
+    return LoaderBatch(data, samples, expected, rows)
 
 @patch
 def pieces_of(self:EpochBatches, batch:LoaderBatch, start:int)->list[LoaderBatch]:
     """Returns the pieces of a loader batch that begins after `start` samples of the epoch, if it makes several windows;
-    if not, a list of the batch alone"""
-    if self.plan.shape(start).n_pieces == 1: return [batch]
-    return [batch.piece(first, last) for first,last in self.plan.piece_bounds(start, batch.samples)]
+    if not, a list of the batch alone, which is not copied"""
+    if self.plan.shape(start).n_pieces == 1 or not batch.samples: return [batch]  # an empty batch cannot be cut
+    return [batch.piece(*bounds) for bounds in self.plan.piece_bounds(start, batch.samples)]
 
 # %% ../../nbs/windows/08_loader.ipynb #2d8e6b17
 # Running the batches
@@ -390,7 +396,7 @@ def advance(self:EpochBatches)->bool:
     if not self.waiting: self.waiting.extend(next(self.source, ()))
     if not self.waiting: return False
     self.current = self.waiting.popleft()
-    self.samples_read += self.current.planned
+    self.samples_read += self.current.expected
     return True
 
 @patch
@@ -400,19 +406,21 @@ def copy_current(self:EpochBatches):
 
 @patch
 def load_next(self:EpochBatches)->bool:
-    """Loads a batch, which then waits to run; returns whether there was one. It waits as a copy, because the DataLoader
-    may use its memory for the next batch"""
+    """Loads a batch, which then waits until it runs; returns whether there was one. A copy waits, because the
+    DataLoader may use the memory of the batch for the next one"""
     pieces = next(self.source, ())
-    self.waiting.extend(o.copied() for o in pieces)
+    self.waiting.extend(o.copied() for o in pieces)  # pieces are copies already; copying these again does no harm
     return len(pieces) > 0
 
 @patch
 def ensure_window(self:EpochBatches, size:int)->bool:
-    """Makes sure that a window of `size` samples may begin; returns False if it may not, because fewer are left, and
-    the remainder is not 'step'. If the length is not exact, only loading them can show this. So this loads all batches
+    """Makes sure that a window of `size` samples may begin, and returns True. Returns False if fewer samples are left,
+    and the remainder is not 'step'. If the length is not exact, only loading can show this: so this loads all batches
     of the window, which wait until they run"""
     if self.plan.remainder == 'step': return True
-    if self.info.has_exact_length: return self.info.n_planned-self.samples_read >= size
+    info = self.plan.info
+    # Waiting batches are left, too: they have not been read. With an exact length, batches are as large as expected
+    if info.has_exact_length: return info.n_expected-self.samples_read >= size
     while sum(o.samples for o in self.waiting) < size:
         if not self.load_next(): return False
     return True
@@ -425,17 +433,18 @@ def finish_epoch(self:EpochBatches, unfinished:list[LoaderBatch]):
     if self.plan.remainder == 'carry':
         while self.load_next(): pass  # all that the DataLoader has left
         self.left_over = [*unfinished, *self.waiting]
-    # Batches that are dropped are not loaded. A DataLoader that comes to its end by itself sends `after_iter` there
-    if not self.has_found_end and hasattr(self.dl, 'after_iter'): self.dl.after_iter()
+    # fastai's DataLoader calls `after_iter` itself when it comes to its end. It does not come there if the last batches
+    # are dropped, because these are not loaded
+    if self.is_loading and hasattr(self.dl, 'after_iter'): self.dl.after_iter()
 
 # %% ../../nbs/windows/08_loader.ipynb #917408b2
 @patch
 def is_known_to_be_last(self:EpochBatches)->bool:
     """Returns whether the current batch is the last one, by the length that the DataLoader announces. False if that is
     not exact: then only the next read can show it"""
-    has_read_all = self.samples_read == self.info.n_planned
-    # The plan has no samples for a batch that the DataLoader yields beyond its length. More batches may follow it
-    return self.info.has_exact_length and has_read_all and self.current.planned > 0
+    info = self.plan.info
+    # A batch that comes beyond the announced length has no expected samples. More batches may follow it
+    return info.has_exact_length and self.samples_read == info.n_expected and self.current.expected > 0
 
 # %% ../../nbs/windows/08_loader.ipynb #0fee206d
 # The place in an epoch, for AutoResume
