@@ -11,7 +11,7 @@ from fastai.basics import *
 
 from .windows.checks import check_callable,check_flags,check_micro_batch_size,check_multiple,check_size
 from .windows.description import how_made_up
-from .windows.events import has_event,is_from_fastai,prepares
+from .windows.events import comes_before_recorder,has_event,is_from_fastai
 from .windows.gradients import trained_params
 from .windows.loader import EpochPlan,LoaderInfo,drops_last,length_of,remainders
 from .windows.loggers import Loggers
@@ -24,12 +24,13 @@ from .callback import WindowCallback
 from .logging import fix_wandb
 
 # %% auto #0
-__all__ = ['GradientAccumulation', 'can_be_smaller']
+__all__ = ['GradientAccumulation', 'can_be_smaller', 'in_batches_of', 'is_stateful']
 
 # %% ../nbs/00_accumulation.ipynb #d094627a
 class GradientAccumulation(WindowCallback):
     "Accumulate gradients over `accum_bs` samples, then take an optimizer step as for one batch of that size"
     lead_rank = 0  # the lowest: alongside other WindowCallbacks, this one runs the batches
+    size_name = 'accum_bs'  # how errors name the size of windows: as the user did
     def __init__(self,
         accum_bs:int|None=None, # Samples per step, over all processes; None: 32, or `bs` if `micro_batch_size` is set
         n_acc:int|None=None, # fastai's name for `accum_bs`; pass only one of the two
@@ -39,12 +40,13 @@ class GradientAccumulation(WindowCallback):
         remainder:str|None=None, # How to treat incomplete last windows; None: 'drop' if `drop_last` is set, else 'step'
         num_items:Callable|None=None, # `f(learn)` returns the number of elements that the loss averages over
         skip_nonfinite:bool=False, # Whether to skip the step of a window whose gradient contains NaN or infinity
-        verbose:bool=True, # Whether to print how windows are made up, and what differs from one large batch
+        verbose:bool=True, # Whether to print how windows are composed, and what differs from one large batch
     ):
         if accum_bs is not None and n_acc is not None:
             raise ValueError(f"accum_bs={accum_bs} and n_acc={n_acc} both set the samples in a window: pass one of "
                              "them (the argument that splits batches is micro_batch_size)")
-        self.accum_bs = n_acc if accum_bs is None else accum_bs
+        self.accum_bs = accum_bs
+        if n_acc is not None: self.n_acc = n_acc  # sets `accum_bs`
         if self.accum_bs is None and micro_batch_size is None:
             self.accum_bs = 32  # fastai's default
         store_attr('log_accum_batch,micro_batch_size,remainder,num_items,skip_nonfinite,verbose')
@@ -56,7 +58,9 @@ class GradientAccumulation(WindowCallback):
         "fastai's name for `accum_bs`"
         return self.accum_bs
     @n_acc.setter
-    def n_acc(self, size:int): self.accum_bs = size
+    def n_acc(self, size:int):
+        self.accum_bs = size
+        self.size_name = 'n_acc'
 
     @property
     def window(self)->Window:
@@ -68,21 +72,17 @@ class GradientAccumulation(WindowCallback):
         return self.loop.n_steps if self.loop else 0
     @property
     def micro_bs(self)->int|None:
-        """The most samples that the model sees at a time. None before a fit, or if no size is known. Micro-batches of
-        nearly equal size may stay below it. It is the smallest of
-
-        - `micro_batch_size`
-        - the size of a GradientCache in the same fit
-        - the size of a loader batch or, if a batch is cut into several windows, of a piece of it"""
+        """The most samples that the model sees at a time: the smallest of several limits. Micro-batches of nearly equal
+        size may stay below it. None before a fit, or if there is no limit, since the loader states no batch size"""
         loop = self.loop
         if loop is None or loop.batches is None: return None
-        # `self.strategy` has the size that `micro_batch_size` sets. `loop.strategy` is the same object, or one that
-        # runs it again if memory runs out, with the `savers` of the fit, among which a GradientCache has a size
-        limits = [o.micro_bs for o in (self.strategy, *loop.strategy.savers)]
+        limits = [self.strategy.micro_bs]  # `micro_batch_size`; with 'auto', the size that fits in memory
+        limits += [o.micro_bs for o in loop.strategy.savers]  # callbacks that save memory: a GradientCache has a size
         plan = loop.batches.plan
-        # A whole batch has one piece. Otherwise the largest window of the fit is the largest piece
-        if plan.info.batch_size: limits.append(math.ceil(plan.bs/plan.largest.n_pieces))
-        return min([o for o in limits if o], default=None)
+        if plan.info.batch_size:
+            # A loader batch, which is one piece; or, if it is cut into several windows, the largest piece
+            limits.append(math.ceil(plan.bs/plan.largest.n_pieces))
+        return min([o for o in limits if o is not None], default=None)
 
 # %% ../nbs/00_accumulation.ipynb #1f3f92d9
 # Settings
@@ -92,7 +92,7 @@ def read_settings(self:GradientAccumulation):
     """Raises TypeError or ValueError if a setting or a combination of settings is invalid. Then creates the strategy
     that `micro_batch_size` asks for"""
     if self.accum_bs is not None:
-        self.accum_bs = check_size('accum_bs', self.accum_bs)
+        self.accum_bs = check_size(self.size_name, self.accum_bs)
     self.micro_batch_size = check_micro_batch_size(self.micro_batch_size)
     check_flags(log_accum_batch=self.log_accum_batch, skip_nonfinite=self.skip_nonfinite, verbose=self.verbose)
     check_callable('num_items', self.num_items, 'a function of the Learner')
@@ -111,12 +111,13 @@ def make_strategy(self:GradientAccumulation):
     if size is None: self.strategy = WholeBatch()
     elif size != 'auto': self.strategy = MicroBatches(size)
     elif not isinstance(self.strategy, AutoMicroBatches): self.strategy = AutoMicroBatches()
-    # Otherwise, 'auto' keeps the strategy of the last fit, which has found its size
+    # Otherwise, 'auto' keeps the strategy of the last fit, which found the size that fits
 
 @patch
 def remainder_for(self:GradientAccumulation, dl)->str:
-    """Returns `remainder` if the user has passed it. If not, returns 'drop' if windows have `accum_bs` samples and `dl`
-    drops an incomplete last batch: then incomplete windows are dropped, too. Otherwise returns 'step'"""
+    """Returns `remainder` if the user passed it. By default, windows do as the DataLoader does with its incomplete last
+    batch: returns 'drop' if `dl` drops it, otherwise 'step'. Without `accum_bs`, each window is a loader batch, and
+    never incomplete: 'step', too"""
     if self.remainder: return self.remainder
     return 'drop' if self.accum_bs and drops_last(dl) else 'step'
 
@@ -128,16 +129,21 @@ def check(self:GradientAccumulation, plan:EpochPlan):
     "Raises ValueError if windows are not compatible with the Learner; warns about callbacks and hooks that see parts"
     WindowCallback.check(self, plan)  # by its name, because `super()` does not work in a function with `@patch`
     fit = self.loop.fit
-    if self.accum_bs: self.check_multiples(plan.info, fit.processes.n)
+    self.check_multiples(plan.info, fit.processes.n)
     params = trained_params(self.learn.opt)
-    has_several_passes = plan.joins_batches or self.micro_batch_size is not None
-    if has_several_passes and any(p._backward_hooks for p in params): fit.warn_once(_hooks_warning)
+    may_be_split = plan.joins_batches or self.micro_batch_size is not None  # windows, into several backward passes
+    if may_be_split and any(p._backward_hooks for p in params): fit.warn_once(_hooks_warning)
     if plan.joins_batches and self.loop.log_accum_batch: self.warn_of_late_callbacks()
+
+@patch
+def sizes_by_argument(self:GradientAccumulation)->dict:
+    "Returns {argument name: size}; without `accum_bs` it is empty"
+    return {self.size_name: self.accum_bs} if self.accum_bs else {}
 
 @patch
 def check_multiples(self:GradientAccumulation, info:LoaderInfo, n_processes:int=1):
     "Raises ValueError unless loader batches can be joined to windows of each size, or cut into them"
-    # `batch_size` is not None: with `accum_bs`, `loader_info_of` raises an error if it finds none
+    # `batch_size` is not None if there is a size: then `loader_info_of` raises an error if it finds none
     for name,size in self.sizes_by_argument().items(): check_multiple(name, size, info.batch_size, n_processes)
 
 _hooks_warning = (
@@ -146,9 +152,9 @@ _hooks_warning = (
 
 @patch
 def warn_of_late_callbacks(self:GradientAccumulation):
-    """Warns about callbacks whose `before_batch` is called once per window, because their order is the Recorder's, 50,
-    or higher. If they prepare batches, they have to see each loader batch"""
-    late = [cb for cb in self.learn.cbs if not prepares(cb) and has_event(cb, 'before_batch')]
+    """Warns about callbacks whose `before_batch` is called once per window, because their order is 50 or higher, like
+    the Recorder's. If they prepare batches, they have to see each loader batch"""
+    late = [cb for cb in self.learn.cbs if has_event(cb, 'before_batch') and not comes_before_recorder(cb)]
     # fastai's own callbacks of this order prepare no batches: they set rates, or start a clock
     names = [type(cb).__name__ for cb in late if not is_from_fastai(cb, 'before_batch')]
     if not names: return
@@ -186,7 +192,7 @@ def report_skipped(self:GradientAccumulation, outcome:Outcome):
     self.loop.fit.warn_once(f"{_messages[outcome]}. Later ones are skipped without a warning; n_skipped counts them")
 
 # %% ../nbs/00_accumulation.ipynb #3c9d1e58
-# The line that says how windows are made up
+# The line that says how windows are composed
 
 @patch
 def report_step(self:GradientAccumulation):
@@ -195,23 +201,23 @@ def report_step(self:GradientAccumulation):
 
 @patch
 def print_line(self:GradientAccumulation):
-    "Prints how windows are made up, unless the last line said the same; 'auto' calls it for each size that it finds"
+    "Prints how windows are composed, unless the last line said the same; 'auto' calls it for each size that it finds"
     if self.verbose: self.log_once(self.description())
 
 @patch
 def description(self:GradientAccumulation)->str:
     """Returns the line that says how windows are composed, such as '16 samples per step, at most 8 at a time', and how
-    a step differs from the step on one large batch. Called in training, when a batch has run, whose forward pass has
-    shown what differs"""
+    a step differs from the step on one large batch. Called in training, after a batch"""
     loop = self.loop
     plan = loop.batches.plan
-    bs = plan.info.batch_size or loop.batches.current.samples  # if the loader states no size, that of the last batch
+    bs = plan.info.batch_size or loop.batches.current.samples  # if the loader states no size, that of this batch
     micro_bs = self.micro_bs or bs
     line = how_made_up(plan.smallest, plan.largest, bs, micro_bs, loop.fit.processes.n)
-    has_several_passes = plan.largest.samples(bs) > micro_bs
-    differences = loop.fit.differences  # None if `verbose` was False until this batch had run
-    if differences and has_several_passes: line += differences.described(loop.learn.model)
-    return line
+    is_one_pass = plan.largest.samples(bs) <= micro_bs  # the model sees each window as a whole: nothing differs
+    # The first forward pass showed what differs, if `verbose` was set; None if the user has set it since then
+    differences = loop.fit.differences
+    if differences is None or is_one_pass: return line
+    return line+differences.described(loop.learn.model)
 
 # %% ../nbs/00_accumulation.ipynb #5c0a7be2
 # Validation
@@ -230,10 +236,21 @@ def can_be_smaller(dl, bs:int)->bool:
     yields_all = not dl.drop_last and dl.n == length_of(dl, 'dataset')
     return yields_all and bs < (dl.bs or 0)
 
+def in_batches_of(dl, bs:int):
+    "Returns a loader that yields the samples of `dl` in batches of `bs`. Leaves random numbers as they are"
+    state = random.getstate()  # a new loader draws a seed
+    res = dl.new(bs=bs)
+    random.setstate(state)
+    return res
+
+def is_stateful(learn)->bool:
+    "Returns whether the model carries state from batch to batch, such as AWD_LSTM: whether it has a method `reset`"
+    return hasattr(inner_model(learn.model), 'reset')
+
 @patch
 def before_validate(self:GradientAccumulation):
     """With `micro_batch_size`, makes validation batches as small as those that the model sees in training, so that they
-    fit in the same memory. For fastai's DataLoaders only, and not for models with `reset`, whose batches continue each
+    fit in the same memory. For fastai's DataLoaders only, and not for stateful models, whose batches continue each
     other.
 
     The validation loss changes if the loss ignores some labels: fastai averages the losses of batches by their numbers
@@ -241,9 +258,6 @@ def before_validate(self:GradientAccumulation):
     only ignored labels"""
     learn = self.learn
     if not learn or self.micro_batch_size is None: return
-    size = self.micro_bs
-    is_stateful = hasattr(inner_model(learn.model), 'reset')
-    if size is None or is_stateful or not can_be_smaller(learn.dl, size): return
-    state = random.getstate()  # a new loader draws a seed
-    learn.dl = learn.dl.new(bs=size)  # until fastai sets it for the next epoch
-    random.setstate(state)
+    size = self.micro_bs  # None before the first fit
+    if size is None or is_stateful(learn) or not can_be_smaller(learn.dl, size): return
+    learn.dl = in_batches_of(learn.dl, size)  # until fastai sets `dl` for the next epoch

@@ -14,7 +14,7 @@ from .windows.checks import check_learner,warn_user
 from .windows.description import log_message
 from .windows.forward_backward import FitContext
 from .windows.gradients import half,trained_params
-from .windows.loader import EpochPlan,LoaderBatch,LoaderInfo,loader_info
+from .windows.loader import EpochPlan,LoaderInfo,loader_info
 from .windows.loggers import Loggers
 from .windows.loop import WholeBatch,WindowLoop,replaced_method
 from .windows.processes import Processes
@@ -33,14 +33,14 @@ class WindowCallback(Callback):
     lead_rank = 2
     run_valid = False
 
-    # Settings, for subclasses to override. GradientAccumulation and its schedule explain them, as their arguments
-    accum_bs = None  # samples in a window; None: each loader batch is one
-    log_accum_batch = True
-    micro_batch_size = None
-    num_items = None
-    skip_nonfinite = False
-    scale = None
-    verbose = False
+    # Settings, for subclasses to override. The loop and its parts read them as attributes of `fit.cb`, this callback
+    accum_bs = None  # samples in a window, over all processes; None: each loader batch is a window
+    log_accum_batch = True  # whether loggers see windows; False: loader batches, as in fastai
+    micro_batch_size = None  # samples that the model sees at a time, or 'auto'; None: a whole loader batch
+    num_items = None  # `f(learn)` returns the number that the loss averages over; None: rules for losses know it
+    skip_nonfinite = False  # whether to skip the step of a window whose gradient contains NaN or infinity
+    scale = None  # rules by hyper-parameter; only a schedule has them, and the `start_accum_bs` to which they refer
+    verbose = False  # whether to print how windows are composed
     strategy = WholeBatch()  # runs a loader batch in training
 
     # What a fit sets
@@ -48,11 +48,11 @@ class WindowCallback(Callback):
     # before_fit      is_new_fit = True. `loop` is still that of the last fit
     # begin_epoch_at  place, if AutoResume continues a fit that was killed
     # before_train    in the first epoch:     `begin_fit` makes a loop, and is_new_fit = False
-    #                 if there is a `place`:  `begin_in_middle` goes there, and place = None
+    #                 if there is a `place`:  `set_up_epoch` goes there, and place = None
     loop = None  # the `WindowLoop` of this fit, or of the last one
     is_new_fit = True  # whether this fit has no loop yet
     place = None  # where the next epoch begins, if it is the one in which a killed fit continues
-    last_message = None  # the last line that `log_once` has printed
+    last_message = None  # the last line that `log_once` printed
     _stateattrs = ('loop','place','is_new_fit')  # fastai leaves these out of a copy or an export of the callback
 
     __setattr__ = object.__setattr__  # fastai's warns if the Learner or its model has an attribute of the same name
@@ -73,14 +73,13 @@ class WindowCallback(Callback):
         "Returns what happens to batches at the end of an epoch that do not fill a window: 'step', 'carry' or 'drop'"
         return 'step'
     def sizes_by_argument(self)->dict:
-        """Returns the window sizes that the user has passed, by the names of the arguments: {'accum_bs': 32}, or
-        several sizes of a schedule. They are in samples of all processes; a size is None if the user has passed none.
-        An error about a size names its argument, and a plan needs the smallest and the largest of these sizes"""
-        return dict(accum_bs=self.accum_bs)
-    def window_size_at(self, pct_train:float, n_epoch:int, global_bs:int)->float:
+        """Returns the window sizes that the user passed, in samples of all processes, by the names of their arguments:
+        {'accum_bs': 32}, or several sizes of a schedule. By default it is empty, since each loader batch is a window"""
+        return {}
+    def window_size_at(self, pct_train:float, n_epoch:int)->float|None:
         """Returns the wanted size of a window that begins at `pct_train` of a fit of `n_epoch`, in samples of all
-        processes. On the curve of a schedule, it need not be a whole number"""
-        return self.accum_bs or global_bs
+        processes. On the curve of a schedule, it need not be a whole number. None: each loader batch is a window"""
+        return self.accum_bs
     def new_loggers(self)->Loggers:
         "Returns the loggers that see windows: by default none, since each loader batch is a window"
         return Loggers()
@@ -100,7 +99,7 @@ def before_fit(self:WindowCallback):
     """Reads the settings, which may have changed since the last fit. The loop of that fit, with its counts, is kept
     until training begins, since `learn.summary()` and TTA begin a fit without training"""
     if not self.learn:
-        # It was added to two Learners. One has removed it, which sets `learn` to None; the other one sends the event
+        # It was added to two Learners. One removed it, which set `learn` to None; the other one sent this event
         warn_user(f"{type(self).__name__} was removed from its Learner, and does nothing: make one for each Learner")
         return
     if is_validating(self.learn): return
@@ -116,20 +115,16 @@ def is_validating(learn)->bool:
 
 @patch
 def extend_lr_find(self:WindowCallback, finder:LRFinder):
-    """Gives a fit of `lr_find` enough epochs for `num_it` windows, since each iteration is a window. fastai has counted
-    epochs for iterations that are loader batches. Too many do no harm: the finder ends the fit after `num_it`"""
-    dl = self.learn.dls.train
-    is_lr_find = self.learn.n_epoch == finder.num_it//len(dl)+1  # if not, the user has passed the LRFinder to a fit
-    if not is_lr_find: return
-    info = self.loader_info_of(dl)
-    # With an LRFinder the size is the same in the whole fit: at 0, and for any number of epochs. The batch of this
-    # process stands for a batch of all processes: if there are several, the number of epochs becomes too large
-    size = self.window_size_at(pct_train=0., n_epoch=1, global_bs=info.expected_batch_size)
-    largest = 1.5*size  # a window is rounded to whole loader batches: a size of 1.5 batches becomes 2
-    samples = finder.num_it*largest
-    # Twice as many, because an epoch may use little more than half of its samples, if it drops a window that is almost
-    # full
-    self.learn.n_epoch = math.ceil(2*samples/info.n_expected)
+    """Gives a fit with an LRFinder enough epochs for `num_it` windows, if it has enough for `num_it` loader batches, as
+    a fit by `lr_find` always has. Too many epochs do no harm: the finder ends the fit after `num_it` iterations"""
+    learn = self.learn
+    dl = learn.dls.train
+    if learn.n_epoch*len(dl) < finder.num_it: return  # the user passed the LRFinder to a fit that ends earlier
+    plan = self.plan_of(dl, epoch=0, n_epoch=learn.n_epoch)
+    first_window = plan.shape(0)  # with an LRFinder, all windows have this shape
+    # Twice as many, because an epoch may drop almost half of its batches: of 7, a window has 4, and 3 are too few for a
+    # second one
+    learn.n_epoch *= 2*first_window.n_batches
 
 # %% ../nbs/05_callback.ipynb #6f0aaeb2
 @patch
@@ -139,44 +134,32 @@ def before_train(self:WindowCallback):
     self.check_ownership()
     if self.learn.opt is None: return  # the event was sent without a fit, as fastai's docs do to show MixUp
     if self.is_new_fit: self.begin_fit()  # AutoResume may have done so
-    self.begin_epoch()
+    self.set_up_epoch()
 
 @patch
-def begin_epoch(self:WindowCallback):
-    "Begins an epoch: with the batches left over from the last epoch, or in the middle, at the `place` of a killed fit"
-    if self.place is not None:
-        self.begin_in_middle()
-        return
-    last = self.loop.batches  # of the last epoch; None in the first one
-    carried = [] if last is None else last.left_over
-    self.prepare_epoch(carried, [o.expected for o in carried])
-
-@patch
-def begin_in_middle(self:WindowCallback):
-    """Begins the epoch in which another process has saved its `place` (see `WindowLoop.state`). Of the batches that
-    were carried into this epoch, the plan needs only the sizes; `go_to` brings back the batches that have not run"""
+def set_up_epoch(self:WindowCallback):
+    """Plans the windows of this epoch, and checks whether the Learner can run them. Then sets `learn.dl` to an
+    `EpochBatches`, which `Learner.all_batches` runs in windows. If a killed fit continues in this epoch, goes to its
+    `place`"""
+    learn,loop = self.learn,self.loop
     place = self.place
     self.place = None
-    self.prepare_epoch([], place['batches']['carried'])  # sizes, as `EpochBatches.state` returns them
-    self.loop.go_to(place)
-
-@patch
-def prepare_epoch(self:WindowCallback,
-    carried:list[LoaderBatch], # Left over from the last epoch
-    carried_sizes:list[int], # Expected samples of all batches that were carried, also of those that ran before a kill
-):
-    """Plans the windows of this epoch, and checks whether the Learner can run them; sets `learn.dl` to an
-    `EpochBatches`, which `Learner.all_batches` then runs"""
-    learn,loop = self.learn,self.loop
+    last = loop.batches  # of the last epoch; None in the first epoch of a process
+    carried = [] if last is None else last.left_over
+    carried_sizes = [o.expected for o in carried]
+    # A killed fit may have run some of the batches that were carried into this epoch. Its windows were planned with all
+    # of them, so their sizes were saved, by `EpochBatches.state`. `go_to` brings back the batches that are left
+    if place is not None: carried_sizes = place['batches']['carried']
     plan = self.plan_of(learn.dl, learn.epoch, learn.n_epoch, loop.fit.processes.n, carried_sizes)
     self.check(plan)  # in each epoch, because a callback may have changed sizes, the DataLoader or the optimizer
     loop.begin_epoch(learn.dl, plan, carried)
     learn.dl = loop.batches
+    if place is not None: loop.go_to(place)
 
 @patch
 def begin_epoch_at(self:WindowCallback, place:dict):
-    """Makes the next epoch begin at `place`, which `WindowLoop.state` has returned in another process. AutoResume calls
-    it before a fit continues"""
+    """Makes the next epoch begin at `place`, which `WindowLoop.state` returned in another process. AutoResume calls it
+    before a fit continues"""
     self.place = place
 
 # %% ../nbs/05_callback.ipynb #8b1df9a5
@@ -184,10 +167,10 @@ def begin_epoch_at(self:WindowCallback, place:dict):
 def check_ownership(self:WindowCallback):
     "Raises an error if this callback was added twice, or to two Learners"
     learn,name = self.learn,type(self).__name__
-    # A Learner that begins to train has sent this event. If it is `self.learn`, then `self.learn` trains, and has a
-    # `dl`. If `self.learn` does not train, the event is from another Learner, and the callback was added to both
-    trains = learn.training and getattr(learn, 'dl', None) is not None
-    if not trains:
+    # `self.learn` is the last Learner to which the callback was added. The Learner that sent this event is training. If
+    # `self.learn` is not, another Learner sent the event: callback added to A, then to B, and A trains
+    is_training = learn.training and getattr(learn, 'dl', None) is not None  # fastai sets `dl` to None after a fit
+    if not is_training:
         raise RuntimeError(f"this {name} belongs to another Learner: give each one of its own")
     if sum(o is self for o in learn.cbs) > 1:
         raise ValueError(f"this {name} was added to its Learner twice: make the Learner again, with it once")
@@ -200,8 +183,8 @@ def begin_fit(self:WindowCallback):
     savers = self.memory_savers()
     # Runs batches in the contexts of the savers, and again with less memory if it runs out
     strategy = RetryOnOutOfMemory(self.strategy, savers) if savers else self.strategy
-    # A saver that adapts saves more memory once it has run out, and the batch runs again. So one process may repeat a
-    # pass that the others run once
+    # If memory runs out, a saver that adapts saves more of it, and the batch runs again. So one process may repeat a
+    # pass that the other processes run once
     processes = Processes(learn, may_retry=any(o.adapt for o in savers))
     learn.opt.zero_grad()
     self.loop = WindowLoop(FitContext(learn, self, processes), strategy, self.new_loggers())
@@ -227,21 +210,24 @@ def plan_of(self:WindowCallback,
 )->EpochPlan:
     "Returns the plan of the windows of `dl` in an `epoch`; raises ValueError if a size in the fit is invalid"
     info = self.loader_info_of(dl)
+    def in_one_process(size:float|None)->float:
+        "Returns how many samples of a window of `size`, which counts all processes, one process loads"
+        return info.expected_batch_size if size is None else size/n_processes
     def size_at_pct(pct_train:float)->float:
-        "Returns the wanted size of a window, in samples of one process; `window_size_at` counts those of all processes"
-        return self.window_size_at(pct_train, n_epoch, info.expected_batch_size*n_processes)/n_processes
+        return in_one_process(self.window_size_at(pct_train, n_epoch))
     # Sizes of the fit, among them the smallest and the largest. The curve of a schedule may leave the range between its
-    # ends, so look at each percent; and a size of `SchedSteps` may hold for less than a percent
+    # ends, so this looks at each percent. A size of `SchedSteps` may hold for less than a percent, so this also takes
+    # the sizes that the user passed
     sizes = [size_at_pct(pct) for pct in np.linspace(0, 1, 101)]
-    sizes += [size/n_processes for size in self.sizes_by_argument().values() if size]
+    sizes += [in_one_process(size) for size in self.sizes_by_argument().values()]
     return EpochPlan(info, size_at_pct, min(sizes), max(sizes), epoch, n_epoch, self.remainder_for(dl), carried)
 
 @patch
 def loader_info_of(self:WindowCallback, dl)->LoaderInfo:
-    """Returns what is known about the batches of `dl`. With `accum_bs`, their size is needed: if `dl` states none,
-    `micro_batch_size` stands in for it, and if that is not a number, raises ValueError"""
-    assumed_bs = self.micro_batch_size if self.accum_bs else None
-    if assumed_bs == 'auto': assumed_bs = None
+    """Returns what is known about the batches of `dl`. With `accum_bs`, their size is needed. If `dl` states none, it
+    is assumed to be `micro_batch_size`. Raises ValueError if that is no number"""
+    may_assume = self.accum_bs and self.micro_batch_size != 'auto'
+    assumed_bs = self.micro_batch_size if may_assume else None
     info = loader_info(dl, assumed_bs)
     if self.accum_bs and not info.batch_size:
         raise ValueError(f"cannot find the batch size of {type(dl).__name__}, which has no bs or batch_size: pass "
@@ -261,7 +247,7 @@ def check(self:WindowCallback, plan:EpochPlan):
 
 @patch
 def check_loop(self:WindowCallback):
-    "Raises ValueError if other code has replaced a method of fastai's loop"
+    "Raises ValueError if other code replaced a method of fastai's loop"
     replaced = replaced_method(self.learn)
     if not replaced: return
     name = type(self).__name__

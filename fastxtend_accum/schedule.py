@@ -14,30 +14,35 @@ from fastai.callback.schedule import SchedCos
 from .windows.checks import check_scale,check_size
 from .windows.events import is_finding_rate
 from .windows.loader import EpochPlan
-from .windows.processes import inner_model
-from .accumulation import GradientAccumulation
+from .accumulation import GradientAccumulation,is_stateful
 from .logging import plot_sizes
 
 # %% auto #0
-__all__ = ['Numeric', 'fraction_of_fit', 'GradientAccumulationSchedule', 'linear_scale', 'sqrt_scale', 'half_life_scale',
-           'SchedSteps']
+__all__ = ['Numeric', 'check_point', 'fraction_of_fit', 'GradientAccumulationSchedule', 'linear_scale', 'sqrt_scale',
+           'half_life_scale', 'SchedSteps']
 
 # %% ../nbs/01_schedule.ipynb #117e3773
 Numeric = int|float
-_tiny = 1e-6  # positions are sums of many fractions: .3 may be .29999999999999993
+_tiny = 1e-6  # positions are sums of many fractions: .3, at which a new size begins, may be .29999999999999993
 
-def fraction_of_fit(
+def check_point(
     name:str, # What errors call the point
     point:Numeric, # A fraction of training (float), or a number of epochs (int)
-    n_epoch:float, # Length of the fit, in epochs; infinite before it is known
-)->float:
-    "Returns where `point` lies in a fit, from 0 to 1; raises TypeError or ValueError if it lies outside"
+    n_epoch:float=math.inf, # Length of the fit, in epochs; infinite before it is known
+):
+    "Raises TypeError or ValueError unless `point` lies in a fit of `n_epoch`"
     if isinstance(point, bool) or not isinstance(point, Real):
         raise TypeError(f"{name} must be a float (fraction of training) or an int (epochs), not {point!r}")
-    length = n_epoch if isinstance(point, Integral) else 1.
-    if 0 <= point <= length: return point/length
+    length = n_epoch if isinstance(point, Integral) else 1
+    if 0 <= point <= length: return
     raise ValueError(f"{name}={point} is outside of training: use a fraction of it (a float from 0.0 to 1.0), or "
                      "a number of epochs (an int); the first fit of fine_tune has one epoch")
+
+def fraction_of_fit(name:str, point:Numeric, n_epoch:int)->float:
+    """Returns where `point` lies in a fit, from 0 to 1; raises an error if it lies outside. In a fit of 8 epochs, 2 and
+    0.25 are the same point"""
+    check_point(name, point, n_epoch)
+    return point/n_epoch if isinstance(point, Integral) else point
 
 # %% ../nbs/01_schedule.ipynb #fb5cbf3c
 class GradientAccumulationSchedule(GradientAccumulation):
@@ -57,46 +62,47 @@ class GradientAccumulationSchedule(GradientAccumulation):
         **kwargs, # Further arguments of `GradientAccumulation`
     ):
         check_size('start_accum_bs', start_accum_bs)  # before the base class puts its default in place of None
-        # `start_accum_bs` is a property, which sets `accum_bs`. Loggers read the others, which become attributes
-        store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')
+        store_attr('final_accum_bs,start,finish,schedule,scale')
         super().__init__(
-            start_accum_bs,
+            accum_bs=start_accum_bs,  # by the property below, it becomes the attribute `start_accum_bs`
+            n_acc=None,  # so that Python refuses it among the `kwargs`
             log_accum_batch=log_accum_batch,
             micro_batch_size=micro_batch_size,
             remainder=remainder,
             **kwargs)
 
+    # `start_accum_bs` is the attribute: W&B logs the arguments of a callback that are attributes of the same name
     @property
-    def start_accum_bs(self)->int:
-        "The size at the start. It is another name for `accum_bs` of the base class"
-        return self.accum_bs
-    @start_accum_bs.setter
-    def start_accum_bs(self, size:int): self.accum_bs = size
+    def accum_bs(self)->int:
+        "The size at the start, by its name in the base class"
+        return self.start_accum_bs
+    @accum_bs.setter
+    def accum_bs(self, size:int): self.start_accum_bs = size
 
     def read_settings(self):
         """Raises TypeError or ValueError if a setting or a combination of settings is invalid. Points in epochs may lie
         anywhere, because the length of the fit is not known yet"""
         self.start_accum_bs = check_size('start_accum_bs', self.start_accum_bs)
         self.final_accum_bs = check_size('final_accum_bs', self.final_accum_bs)
-        fraction_of_fit('start', self.start, math.inf)
-        fraction_of_fit('finish', self.finish, math.inf)
+        check_point('start', self.start)
+        check_point('finish', self.finish)
         super().read_settings()
 
 # %% ../nbs/01_schedule.ipynb #55f931d1
 @patch
 def sizes_by_argument(self:GradientAccumulationSchedule)->dict:
-    """Returns {argument name: size}. With `SchedSteps`, the user has passed a size for each point, and errors name the
-    point: {'steps[0]': 64, 'steps[0.5]': 128}"""
-    if isinstance(self.schedule, _Steps): return self.schedule.sizes_by_point  # `SchedSteps` has made this schedule
+    """Returns {argument name: size}. To `SchedSteps`, the user passed a size for each point, and errors name the point:
+    {'steps[0]': 64, 'steps[0.5]': 128}"""
+    if isinstance(self.schedule, _Steps): return self.schedule.sizes_by_point  # `SchedSteps` made this schedule
     return dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)
 
 @patch
 def remainder_for(self:GradientAccumulationSchedule, dl)->str:
-    """Returns `remainder`, or else 'carry'. For a model that carries state from batch to batch, such as AWD_LSTM,
-    returns 'step', so that no window spans two epochs"""
+    """Returns `remainder` if the user passed it. The default is 'carry': all windows but the last one of the fit have
+    the size that the schedule asks for, and late windows, which may be larger than an epoch, lose no samples. For a
+    model that carries state from batch to batch, it is 'step', so that no window spans two epochs"""
     if self.remainder: return self.remainder
-    is_stateful = self.learn and hasattr(inner_model(self.learn.model), 'reset')
-    return 'step' if is_stateful else 'carry'
+    return 'step' if self.learn and is_stateful(self.learn) else 'carry'
 
 @patch
 def start_and_finish(self:GradientAccumulationSchedule, n_epoch:int)->tuple:
@@ -109,17 +115,16 @@ def start_and_finish(self:GradientAccumulationSchedule, n_epoch:int)->tuple:
     return start,finish
 
 @patch
-def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:int, global_bs:int)->float:
+def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:int)->float:
     """Returns the wanted size of a window that begins at `pct_train` of a fit, in samples of all processes: the size at
-    the start or at the end, or one on the curve between them. Raises ValueError if the schedule gives less than a
-    sample, or does not fit into `n_epoch`"""
+    the start or at the end, or a size on the curve between them. Raises ValueError if the curve goes below one sample,
+    or if the schedule does not fit into `n_epoch`"""
     # `lr_find` finds the rate for the size at the start. Before there is a Learner, `preview` asks for sizes
     if self.learn and is_finding_rate(self.learn): return self.start_accum_bs
     start,finish = self.start_and_finish(n_epoch)
     if pct_train >= finish-_tiny: return self.final_accum_bs
-    if pct_train < start-_tiny: return self.start_accum_bs
-    # The position on the curve, from 0 to 1. `pct_train`, which is rounded, may be a little less than `start`
-    position = max(0., pct_train-start)/(finish-start)
+    if pct_train < start: return self.start_accum_bs
+    position = (pct_train-start)/(finish-start)  # on the curve, from 0 to 1
     curve = self.schedule(self.start_accum_bs, self.final_accum_bs)
     size = float(curve(position))
     if not 1 <= size < math.inf:
@@ -139,7 +144,7 @@ def preview(self:GradientAccumulationSchedule,
     n_epoch:int, # Length of the fit, in epochs
     dls:DataLoaders, # The data of the fit
 )->list: # A pair for each optimizer step: where its window starts, in epochs, and its number of samples
-    """List the windows that a fit in one process will run; raise ValueError if the sizes do not suit the data
+    """List the windows that a fit in one process will run; raise ValueError if the data do not allow these sizes
 
     If the model has a `reset` method, create the Learner first, because the default `remainder` depends on the model"""
     self.check_multiples(self.loader_info_of(dls.train))
@@ -200,7 +205,7 @@ def SchedSteps(
     if not isinstance(steps, dict) or 0 not in steps:
         raise ValueError(f"steps must be a dict that begins at 0, such as {{0: 64, .5: 128}}, not {steps!r}")
     for point,size in steps.items():
-        fraction_of_fit('a point in steps', point, math.inf)
+        check_point('a point in steps', point)
         check_size(f'steps[{point}]', size)
     units = {isinstance(o, Integral) for o in steps if o != 0}  # 0 is the same in both
     if len(units) > 1:
@@ -221,7 +226,7 @@ class _Steps:
         last = points[-1] or 1  # if the only point is 0, avoids a division by 0
         self.positions = [o/last for o in points]
         self.sizes = sizes
-        # For errors, because the user has passed these, and no `start_accum_bs`
+        # For errors, because the user passed these, and no `start_accum_bs`
         self.sizes_by_point = {f'steps[{o}]':size for o,size in zip(points, sizes)}
 
     def __call__(self, start:int, end:int)->Callable:

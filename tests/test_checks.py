@@ -21,7 +21,7 @@ Schedule = partial(GradientAccumulationSchedule, 16, 64)
     (lambda: GradientAccumulation(True), 'not True'),
     (lambda: GradientAccumulation(32, False), 'n_acc=False both set'),  # log_accum_batch, one place too early
     (lambda: GradientAccumulation(32, accum=3), "unexpected keyword argument 'accum'"),
-    (lambda: GradientAccumulation(n_acc=32.), 'accum_bs counts samples, so it must be an int, not 32.0'),
+    (lambda: GradientAccumulation(n_acc=32.), 'n_acc counts samples, so it must be an int, not 32.0'),
     (lambda: GradientAccumulation(32, None, 16), 'log_accum_batch must be True or False, not 16'),
     (lambda: GradientAccumulation(micro_batch_size='half'), "a number of samples or 'auto', not 'half'"),
     (lambda: GradientAccumulation(32, remainder='keep'), "('step', 'carry', 'drop') or None, not 'keep'"),
@@ -33,6 +33,8 @@ Schedule = partial(GradientAccumulationSchedule, 16, 64)
     (lambda: GradientCache(None), 'not None'),
     (lambda: GradientCache(8, 'body'), "part must be a function of the model, not 'body'"),
     (lambda: GradientAccumulationSchedule(16, 64.), 'final_accum_bs counts samples'),
+    (lambda: GradientAccumulationSchedule(None, 64), 'start_accum_bs counts samples'),  # it has no default
+    (lambda: Schedule(n_acc=32), "multiple values for keyword argument 'n_acc'"),
     (lambda: Schedule(0.25, 0.75, SchedCos, 32), 'log_accum_batch must be True'),  # fastxtend's order
     (lambda: Schedule(finish=NAN), 'finish=nan is outside of training: use a fraction'),
     (lambda: Schedule(start=None), 'start must be a float')])

@@ -284,7 +284,7 @@ def test_any_steps(points, n_batches, in_epochs):
     accum = GradientAccumulationSchedule(**kwargs)
     for quarter in range(64):
         point = max(o for o in points if o <= quarter/4)
-        assert accum.window_size_at(quarter/64, n_epoch=16, global_bs=8) == size_of[point]
+        assert accum.window_size_at(quarter/64, n_epoch=16) == size_of[point]
 
 
 def test_a_step_that_is_shorter_than_a_percent_of_the_fit_is_taken():
@@ -310,14 +310,6 @@ def test_one_argument_instead_of_two_is_an_error():
     steps = SchedSteps({0: 16, 0.5: 32})
     with pytest.raises(TypeError, match='final_accum_bs'): GradientAccumulationSchedule(steps)
     with pytest.raises(TypeError, match='final_accum_bs'): GradientAccumulationSchedule(16)
-
-
-def test_a_schedule_has_no_default_size():
-    with pytest.raises(TypeError, match='start_accum_bs counts samples'): GradientAccumulationSchedule(None, 64)
-
-
-def test_a_second_size_by_another_name():
-    with pytest.raises(ValueError, match='n_acc=32 both set the samples'): GradientAccumulationSchedule(8, 16, n_acc=32)
 
 
 @pytest.mark.parametrize('name', ['accum_bs', 'n_acc', 'start_accum_bs'])

@@ -2,7 +2,7 @@
 import pytest
 
 from common import *
-from fastxtend_accum.windows.step import scaled_hypers, scales_loss
+from fastxtend_accum.windows.step import scaled_hypers, has_grad_scaler
 
 
 def two_groups(params):
@@ -100,7 +100,7 @@ def test_a_rate_that_a_callback_sets_after_a_step_stays(kind):
 def test_the_scaler_of_mixed_precision(mode, scales):
     "In float16 it scales; bfloat16 needs none"
     found = []
-    def look(self): found.append(scales_loss(self.learn))
+    def look(self): found.append(has_grad_scaler(self.learn))
     cbs = [GradientAccumulation(32), CpuMixedPrecision(mode), Callback(before_step=look)]
     fit(make_learner(8, m=model().float(), loss_func=MSELossFlat(), cbs=cbs), 1)
     assert found == [scales, scales, scales]

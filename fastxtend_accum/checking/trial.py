@@ -54,6 +54,7 @@ def make_small(cb:WindowCallback, size:int, window:int):
         remainder='step',
         micro_batch_size=size if cb.micro_batch_size else None,
         # With these, a schedule keeps one size
+        start_accum_bs=window,
         final_accum_bs=window,
         start=0.,
         finish=0.,

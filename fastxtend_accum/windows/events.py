@@ -11,7 +11,8 @@ from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 
 # %% auto #0
-__all__ = ['batch_events', 'has_event', 'is_from_fastai', 'is_finding_rate', 'Events', 'prepares', 'autocast_depth', 'Autocast']
+__all__ = ['batch_events', 'has_event', 'is_from_fastai', 'is_finding_rate', 'Events', 'comes_before_recorder', 'autocast_depth',
+           'Autocast']
 
 # %% ../../nbs/windows/09_events.ipynb #760ae9a7
 # Events of a training batch, in the order of fastai
@@ -35,8 +36,8 @@ def is_from_fastai(cb, event:str)->bool:
     """Returns whether code of fastai handles `event` for `cb`: False for a method of the user's class, even if it
     derives from a fastai class, and for a function of the user"""
     if event in vars(cb): return False  # a function that was passed to it, as in `Callback(after_loss=f)`
-    # Without a method of that name, the class handles the event by its `__call__` or `__getattr__`
-    handler = getattr(type(cb), event, type(cb))
+    # If the class has no method of that name, it handles the event by its own `__call__` or `__getattr__`
+    handler = getattr(type(cb), event, None) or type(cb)
     return handler.__module__.startswith('fastai.')
 
 def is_finding_rate(learn)->bool:
@@ -53,7 +54,8 @@ class Events:
 
     def __call__(self, event:str):
         "Sends one event"
-        if self.learn.cbs.items != self.cbs: self.look_up()  # what `having` does, without a further call
+        # The same as `for cb in self.having(event)`, but without the call: this runs for each event of a micro-batch
+        if self.learn.cbs.items != self.cbs: self.look_up()
         for cb in self.table[event]: cb(event)
 
     def having(self, event:str)->list:
@@ -63,7 +65,7 @@ class Events:
 
     def look_up(self):
         "Makes the table for the callbacks and orders as they are now"
-        # With new lists, because a callback may be removed during an event, while `__call__` goes through an old list
+        # In new lists, because a callback may be removed during an event, while `__call__` goes through an old list
         self.cbs = list(self.learn.cbs)
         in_order = self.learn.cbs.sorted('order')
         self.table = {}
@@ -77,54 +79,59 @@ class Events:
     ):
         """Takes the place of `Learner._with_events`: calls `f`, and sends the events that end a batch or a step. fastai
         also sends `before_{kind}` there. Here `f` sends it, since callbacks that prepare batches may get `before_batch`
-        more often than the others: for each loader batch of a window"""
+        more often than other callbacks: for each loader batch of a window"""
         try: f()
         except exception: self(f'after_cancel_{kind}')
         self(f'after_{kind}')
 
 # %% ../../nbs/windows/09_events.ipynb #7d2d3d96
-def prepares(cb)->bool:
-    """Returns whether `before_batch` of `cb` prepares loader batches, because its order is lower than the Recorder's,
-    50. A callback without `before_batch` prepares none, whatever this returns"""
+# A callback prepares batches if it has `before_batch` and comes before the Recorder: like MixUp, it may change a batch.
+# The Recorder and later callbacks set rates, log or time batches
+
+def comes_before_recorder(cb)->bool:
+    "Returns whether the order of `cb` is lower than the Recorder's, which is 50"
     return cb.order < Recorder.order
 
 @patch
 def before_batch_to_preparing(self:Events):
     "Sends `before_batch` only to the callbacks that prepare batches: they get it for each loader batch of a window"
     for cb in self.having('before_batch'):
-        if prepares(cb): cb('before_batch')
+        if comes_before_recorder(cb): cb('before_batch')
 
 @patch
 def before_batch_to_others(self:Events):
     "Sends `before_batch` only to the callbacks that do not prepare batches. A window may be one batch to them"
     for cb in self.having('before_batch'):
-        if not prepares(cb): cb('before_batch')
+        if not comes_before_recorder(cb): cb('before_batch')
 
 @patch
 def end_batch_for_preparing(self:Events):
-    """Ends a batch that is not the last one of its window, for the callbacks that prepare each batch and clean up after
-    it, since they have `before_batch` and `after_batch`. The batch has no step of its own, so these callbacks get the
-    events of a cancelled batch, as alongside fastai's own GradientAccumulation, which cancels such batches"""
-    preparing = [cb for cb in self.having('after_batch') if prepares(cb) and cb in self.table['before_batch']]
+    """Ends a batch that is not the last one of its window, for the callbacks that prepare each batch and also have
+    `after_batch`, in which they may clean up. They get the events of a cancelled batch, because the batch has no step
+    of its own: fastai's own GradientAccumulation cancels such batches"""
+    have_before = self.having('before_batch')
+    have_both = [cb for cb in self.having('after_batch') if cb in have_before]
+    preparing = [cb for cb in have_both if comes_before_recorder(cb)]
     for event in ('after_cancel_batch','after_batch'):
         for cb in preparing: cb(event)
 
 # %% ../../nbs/windows/09_events.ipynb #e5f4d17b
 def autocast_depth()->int:
-    "Returns how many autocast contexts are entered, one within the other"
+    "Returns how deeply autocast contexts are nested"
     # PyTorch has no function that only reads the depth: this one adds 1 and returns it, the next one takes 1 away
     depth = torch.autocast_increment_nesting()-1
     torch.autocast_decrement_nesting()
     return depth
 
 class Autocast:
-    """Remembers the autocast of `device` as it is before the first pass of a loader batch, so that further passes of
-    the batch, such as one for each micro-batch, run in the same. With fastai's MixedPrecision:
+    """Remembers whether a loader batch runs in autocast, and in which, so that each of its passes does. MixedPrecision
+    of fastai enters autocast once for each batch, but leaves it after each pass. In order:
 
-    - `before_batch`, once for each batch: it enters autocast
-    - `after_loss` of the first pass: it leaves autocast
+    - `before_batch`: MixedPrecision enters autocast
+    - `Autocast(device)` remembers it
+    - `after_loss` of the first pass: MixedPrecision leaves autocast
     - `enter_again` before the second pass, which otherwise would run in float32
-    - `after_loss` of the second pass: it leaves autocast"""
+    - `after_loss` of the second pass: MixedPrecision leaves autocast"""
     def __init__(self, device:torch.device):
         kind = device.type
         self.depth = autocast_depth()

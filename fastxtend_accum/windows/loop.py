@@ -17,7 +17,7 @@ from .loggers import Loggers
 from .nested import n_rows
 from .processes import enable_gradient_sync,max_over_processes
 from .progress import Progress
-from .step import scaled_hypers,scales_loss
+from .step import has_grad_scaler,scaled_hypers
 from .window import Outcome,Window
 
 # %% auto #0
@@ -485,7 +485,7 @@ def check_sums(self:WindowLoop):
 @patch
 def has_nonfinite(self:WindowLoop)->bool:
     "Returns whether a gradient in any process contains NaN or infinity; False if a GradScaler is going to find out"
-    if scales_loss(self.learn): return False
+    if has_grad_scaler(self.learn): return False
     return bool(max_over_processes(self.learn, not is_finite(self.fit.params.summed)))
 
 @patch

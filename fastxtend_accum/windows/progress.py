@@ -26,21 +26,21 @@ class Progress:
         self.n_rounds = 0  # rounds of the epoch that have begun. `WindowLoop.go_to` sets it, too
 
     def begin_round(self):
-        "Sets `learn.iter`, which fastai takes for the number of a batch, to the number of the round in its epoch"
+        "Sets `learn.iter`, which counts batches in fastai, to the number of the round in its epoch"
         self.learn.iter = self.n_rounds
         self.n_rounds += 1
 
     def correct(self, samples:int):
-        """After the batches of a round: sets `pct_train` so that it is right once fastai has advanced it. `samples` of
-        the epoch were read; in carried batches, this is a negative number"""
+        """Called after the batches of a round, before `after_batch`. There fastai's TrainEvalCallback, whose order is
+        -10, first adds the same amount to `pct_train` in each round. So this sets `pct_train` lower by that amount, and
+        all callbacks after TrainEvalCallback find the right position. `samples` of the epoch were read; in carried
+        batches, this is a negative number"""
         learn = self.learn
-        # `after_batch` follows. In it, fastai's TrainEvalCallback comes first, since its order is -10, and adds this to
-        # `pct_train`. We subtract it here, so that all callbacks after it find the right position
         added_by_fastai = 1/(learn.n_iter*learn.n_epoch)
         self.set_pct_train(samples, added_by_fastai)
 
     def set_pct_train(self, samples:int, increment:float=0.):
-        "Sets `pct_train` to the position after this many samples, less the `increment` that fastai is going to add"
+        "Sets `pct_train` to the position after this many samples, minus the `increment` that fastai is going to add"
         position = self.plan.position(samples)
         right = self.plan.pct_train(position)-increment
         # Where fastai's own number is right, it stays, bit for bit
