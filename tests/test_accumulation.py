@@ -81,7 +81,7 @@ def learner_of_stream(cb):
 def test_an_epoch_that_fills_no_window_is_an_error_if_windows_are_dropped(make):
     "Also of a stream, which announces more samples than it has. A loader that has not begun does not end either"
     learn = make(GradientAccumulation(48, remainder='drop'))
-    learn.dls.train.after_iter = None  # is not called
+    learn.dls.train.after_iter = None  # not called
     assert_refused(learn, ValueError, 'has too few samples for one window of 48, and incomplete windows are dropped')
 
 

@@ -94,8 +94,8 @@ def loader_info(
     n_batches = len(dl)
     bs = loader_bs(dl)
     if bs is None:
-        counted_as = batch_size or 1  # each batch
-        return LoaderInfo(batch_size, states_batch_size=False, n_expected=n_batches*counted_as, has_exact_length=False)
+        n_expected = n_batches*batch_size if batch_size else n_batches
+        return LoaderInfo(batch_size, states_batch_size=False, n_expected=n_expected, has_exact_length=False)
     bs = int(bs)  # it may be a number of NumPy, which lacks methods of an int
     estimate = LoaderInfo(bs, states_batch_size=True, n_expected=n_batches*bs, has_exact_length=False)
     n_samples = dataset_size(dl)
@@ -145,7 +145,7 @@ class LoaderBatch(NamedTuple):
     "What the DataLoader yields at a time; or a piece of it, if it makes several windows"
     data:tuple
     samples:int  # as the DataLoader counts them
-    expected:int  # samples that it was expected to have
+    expected:int  # samples that it was expected to have; 0 if the DataLoader yields more batches than it announces
     rows:int  # of its tensors, which may have several for each sample
 
     def copied(self)->LoaderBatch:
@@ -226,19 +226,19 @@ class EpochPlan:
 
         The second is what fastai does with batches of 32: each batch advances the position by the same amount"""
         if self.sizes_vary or not self.windows: return self.fraction_of_samples(samples)
-        return bisect_right(self.ends, samples)/len(self.windows)  # windows whose `ends` are at most `samples`
+        return bisect_right(self.ends, samples)/len(self.windows)  # of windows that end at or before `samples`
 
     def shape(self, samples:int)->WindowShape:
-        "Returns the shape of windows that begin with a loader batch, which begins after this many samples"
+        "Returns the shape of the windows that begin with a loader batch, if it begins after this many samples"
         if self.smallest == self.largest: return self.smallest
         position = self.fraction_of_samples(samples)
         size = self.size_at_pct(self.pct_train(position))
         return nearest_shape(size, self.bs)
 
     def window_size(self, samples:int)->int:
-        """Returns the number of samples in a window that begins after this many samples. If it begins in the middle of
-        a loader batch, it is a piece of it, and `piece_bounds` has cut the whole batch into pieces of one size. So this
-        asks for the size where the batch begins. With batches of 8:
+        """Returns the number of samples in a window that begins after this many samples. If that is in the middle of a
+        loader batch, the window is a piece of the batch. All pieces of a batch have one size, the size that is wanted
+        where the batch begins. So this asks there. With batches of 8:
 
             samples           -8         0         8    12    16
             loader batches    |  carried |         |     :     |
@@ -310,8 +310,8 @@ class EpochBatches(GetAttr):
         self.current = None  # the batch that runs
         self.left_over = []  # once the epoch is over: batches that are carried into the next one
         # How far the epoch has come
-        self.is_loading = False  # whether the DataLoader has begun, and has not come to its end
         self.n_loaded = 0  # batches that the DataLoader has yielded
+        self.has_found_end = False  # whether the DataLoader has yielded all its batches, and has ended by itself
         self.samples_read = plan.start  # expected samples up to the end of the current batch: negative in carried ones
 
     def read_with(self, read:Callable):
@@ -347,22 +347,22 @@ def reading(self:EpochBatches):
 
 @patch
 def begin_before_carried(self:EpochBatches):
-    """If batches were carried, loads the first batch of the DataLoader before they run. With this batch the DataLoader
-    draws the random order of its samples: as in fastai, before the model, which may draw random numbers, too"""
-    # If `n_loaded` is not 0, AutoResume continues in the middle of an epoch, and its reader has drawn the order
+    """If batches were carried, loads the first batch of the DataLoader before they run, though it is needed only
+    afterwards. With its first batch, the DataLoader draws the random order of its samples: in fastai, this comes before
+    the model draws random numbers"""
+    # If batches were loaded already, AutoResume continues in the middle of the epoch: its reader has drawn the order
     if self.waiting and not self.n_loaded: self.load_next()
 
 @patch
 def loader_batches(self:EpochBatches)->Iterator[list[LoaderBatch]]:
     "Yields the batches of the DataLoader with their counts, each in a list: whole, or cut into pieces"
-    self.is_loading = True
     for data in self.read(self.dl):
-        # Each loaded batch counts as `bs`, up to the expected end of the epoch. `samples_read` counts in the same way,
-        # once a batch runs: so pieces, which are cut here, have the size that their windows ask for when they begin
+        # Where the batch begins: each batch before it counts as `bs`, up to the expected length of the epoch. A window
+        # that begins with this batch finds the same number in `samples_read`, so it has the size of the pieces
         start = min(self.n_loaded*self.plan.bs, self.plan.info.n_expected)
         self.n_loaded += 1
         yield self.pieces_of(self.counted(data, start), start)
-    self.is_loading = False
+    self.has_found_end = True
 
 @patch
 def counted(self:EpochBatches, data:tuple, start:int)->LoaderBatch:
@@ -419,7 +419,7 @@ def ensure_window(self:EpochBatches, size:int)->bool:
     of the window, which wait until they run"""
     if self.plan.remainder == 'step': return True
     info = self.plan.info
-    # Waiting batches are left, too: they have not been read. With an exact length, batches are as large as expected
+    # With an exact length, as many samples come as are expected
     if info.has_exact_length: return info.n_expected-self.samples_read >= size
     while sum(o.samples for o in self.waiting) < size:
         if not self.load_next(): return False
@@ -433,9 +433,9 @@ def finish_epoch(self:EpochBatches, unfinished:list[LoaderBatch]):
     if self.plan.remainder == 'carry':
         while self.load_next(): pass  # all that the DataLoader has left
         self.left_over = [*unfinished, *self.waiting]
-    # fastai's DataLoader calls `after_iter` itself when it comes to its end. It does not come there if the last batches
-    # are dropped, because these are not loaded
-    if self.is_loading and hasattr(self.dl, 'after_iter'): self.dl.after_iter()
+    # fastai's DataLoader calls `after_iter` itself at its end. It does not come there if the last batches are dropped,
+    # because these are not loaded. If all batches are dropped, it has not even begun
+    if self.n_loaded and not self.has_found_end and hasattr(self.dl, 'after_iter'): self.dl.after_iter()
 
 # %% ../../nbs/windows/08_loader.ipynb #917408b2
 @patch
