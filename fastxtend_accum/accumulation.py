@@ -214,7 +214,7 @@ def description(self:GradientAccumulation)->str:
     micro_bs = self.micro_bs or bs
     line = how_made_up(plan.smallest, plan.largest, bs, micro_bs, loop.fit.processes.n)
     is_one_pass = plan.largest.samples(bs) <= micro_bs  # the model sees each window as a whole: nothing differs
-    # The first forward pass showed what differs, if `verbose` was set; None if the user has set it since then
+    # The first forward pass of the fit showed what differs. None if `verbose` was False then, and was set later
     differences = loop.fit.differences
     if differences is None or is_one_pass: return line
     return line+differences.described(loop.learn.model)

@@ -116,7 +116,7 @@ def is_validating(learn)->bool:
 @patch
 def extend_lr_find(self:WindowCallback, finder:LRFinder):
     """Gives a fit with an LRFinder enough epochs for `num_it` windows, if it has enough for `num_it` loader batches, as
-    a fit by `lr_find` always has. Too many epochs do no harm: the finder ends the fit after `num_it` iterations"""
+    a fit by `lr_find` has. Too many epochs do no harm: the finder ends the fit after `num_it` iterations"""
     learn = self.learn
     dl = learn.dls.train
     if learn.n_epoch*len(dl) < finder.num_it: return  # the user passed the LRFinder to a fit that ends earlier
@@ -167,8 +167,8 @@ def begin_epoch_at(self:WindowCallback, place:dict):
 def check_ownership(self:WindowCallback):
     "Raises an error if this callback was added twice, or to two Learners"
     learn,name = self.learn,type(self).__name__
-    # `self.learn` is the last Learner to which the callback was added. The Learner that sent this event is training. If
-    # `self.learn` is not, another Learner sent the event: callback added to A, then to B, and A trains
+    # `self.learn` is the Learner to which the callback was added last. If it is not training now, another Learner sent
+    # this event: for example A, if the callback was added to A and then to B
     is_training = learn.training and getattr(learn, 'dl', None) is not None  # fastai sets `dl` to None after a fit
     if not is_training:
         raise RuntimeError(f"this {name} belongs to another Learner: give each one of its own")
@@ -211,9 +211,10 @@ def plan_of(self:WindowCallback,
     "Returns the plan of the windows of `dl` in an `epoch`; raises ValueError if a size in the fit is invalid"
     info = self.loader_info_of(dl)
     def in_one_process(size:float|None)->float:
-        "Returns how many samples of a window of `size`, which counts all processes, one process loads"
+        "Returns how many samples of a window one process loads. `size` counts all processes; None: a loader batch"
         return info.expected_batch_size if size is None else size/n_processes
     def size_at_pct(pct_train:float)->float:
+        "Returns the wanted size of a window that begins at `pct_train`, in samples of one process"
         return in_one_process(self.window_size_at(pct_train, n_epoch))
     # Sizes of the fit, among them the smallest and the largest. The curve of a schedule may leave the range between its
     # ends, so this looks at each percent. A size of `SchedSteps` may hold for less than a percent, so this also takes
@@ -225,7 +226,7 @@ def plan_of(self:WindowCallback,
 @patch
 def loader_info_of(self:WindowCallback, dl)->LoaderInfo:
     """Returns what is known about the batches of `dl`. With `accum_bs`, their size is needed. If `dl` states none, it
-    is assumed to be `micro_batch_size`. Raises ValueError if that is no number"""
+    is assumed to be `micro_batch_size`. Raises ValueError if that is not a number"""
     may_assume = self.accum_bs and self.micro_batch_size != 'auto'
     assumed_bs = self.micro_batch_size if may_assume else None
     info = loader_info(dl, assumed_bs)

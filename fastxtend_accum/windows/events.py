@@ -138,7 +138,7 @@ class Autocast:
         self.args = kind,torch.get_autocast_dtype(kind),torch.is_autocast_enabled(kind)
 
     def enter_again(self):
-        """Before each pass of a batch: enters autocast again if a callback has left it in the last pass. If something
+        """Before each pass of a batch: enters autocast again if a callback left it in the last pass. If something
         cancels the pass before `after_loss`, autocast stays entered, as it does in plain fastai"""
         # Not a `with` block, because the callback will leave autocast, in the middle of the pass
         while autocast_depth() < self.depth: torch.autocast(*self.args).__enter__()

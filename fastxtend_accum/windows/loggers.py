@@ -45,7 +45,7 @@ class Loggers:
 
     def log_batch_size(self, samples:int):
         """At the end of a round, after loggers have had their `after_batch`: logs the `samples` of its window. They are
-        0 if the window has no mean: callbacks have cancelled the round, or its step is skipped"""
+        0 if the window has no mean: callbacks cancelled the round, or its step is skipped"""
         for rec in self.recorders:
             # `accum_bs` gets an entry for each entry of `losses`, to which the Recorder adds in its `after_batch`. It
             # adds no loss if it is paused, because the step is skipped, or if the batch has no targets
@@ -98,5 +98,5 @@ def show_hypers(self:Loggers, hypers:list[dict]):
 
 @patch
 def end_round(self:Loggers):
-    "Undoes what `pause_train_metrics`, `pause_recorders` and `show_hypers` have done"
+    "Undoes what `pause_train_metrics`, `pause_recorders` and `show_hypers` did"
     self.round.close()
