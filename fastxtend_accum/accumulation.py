@@ -224,7 +224,7 @@ def description(self:GradientAccumulation)->str:
 
 # Classes of fastai's loaders whose batches do not depend on each other. Their subclasses are left out, because they may
 # have settings that `new` forgets. These are names, because the loaders for text and tables may not be imported
-_independent = 'DataLoader','TfmdDL','SortedDL','TabDataLoader'
+_independent = 'DataLoader','TfmdDL','SortedDL','TabDataLoader','TabWeightedDL'
 
 def can_be_smaller(dl, bs:int)->bool:
     """Returns whether `dl` has batches larger than `bs`, and is a loader of fastai that yields the same samples in
@@ -232,8 +232,8 @@ def can_be_smaller(dl, bs:int)->bool:
     is_independent = isinstance(dl, DataLoader) and type(dl).__name__ in _independent
     if not is_independent: return False
     # A loader may have been made with an `n` of its own, which is less than its data set. `new` would forget it, and
-    # yield the whole data set
-    yields_all = not dl.drop_last and dl.n == length_of(dl, 'dataset')
+    # yield the whole data set; and the weights by which a shuffled TabWeightedDL draws its samples
+    yields_all = not dl.drop_last and not dl.shuffle and dl.n == length_of(dl, 'dataset')
     return yields_all and bs < (dl.bs or 0)
 
 def in_batches_of(dl, bs:int):

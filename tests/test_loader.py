@@ -308,10 +308,7 @@ def test_a_loader_may_use_the_memory_of_a_batch_again(kind, remainder):
 
 
 class NotesBeginning(OneBuffer):
-    def __init__(self, *tensors):
-        super().__init__(*tensors)
-        self.events = []
-
+    "Notes each time that it begins in `events`"
     def __iter__(self):
         self.events.append('begins')
         yield from super().__iter__()
@@ -320,6 +317,7 @@ class NotesBeginning(OneBuffer):
 def test_a_loader_begins_before_carried_batches_run():
     "So it draws its order before the model draws random numbers, as in fastai. Of 11 batches, 3 are carried"
     dl = NotesBeginning(*data(88))
+    dl.events = []
     def note(self): dl.events.append('runs')
     learn = with_loader(dl, GradientAccumulation(32, remainder='carry'), Callback(after_backward=note))
     fit(learn, 2)

@@ -3,8 +3,10 @@ import pytest
 
 from common import *
 from comparing import assert_nothing_left
+from fastxtend_accum.accumulation import can_be_smaller
 from labels import MISSING, classifier_model
 from limited_memory import MemoryLimit
+from ordinary_learners import tabular
 
 FLOAT32 = 1e-6  # of the Recorder
 WHOLE = [16, 4]  # 20 samples in batches of 16
@@ -72,22 +74,25 @@ def test_smaller_batches_change_the_validation_loss_if_the_loss_ignores_labels()
     assert math.isnan(loss_with_missing_labels(8, GradientAccumulation(8, micro_batch_size=2)))  # 2 without labels
 
 
-def test_batches_of_a_model_that_carries_a_state_stay_whole():
-    learn, memory = learner_of(8)
-    fit(learn, 1)
-    learn.model.reset = noop
-    memory.in_validation.clear()
-    with quiet(learn): learn.validate()
-    assert memory.in_validation == WHOLE
+def carry_state(learn): learn.model.reset = noop
+def leave_out_samples(learn): learn.dls.valid.n = 18  # of 20
 
 
-def test_batches_of_a_part_of_the_data_stay_whole():
+@pytest.mark.parametrize('change, sizes', [(carry_state, WHOLE), (leave_out_samples, [16, 2])])
+def test_batches_stay_whole_if_others_would_be_different(change, sizes):
     learn, memory = learner_of(8)
-    learn.dls.valid.n = 18  # of 20 samples
     fit(learn, 1)
+    change(learn)
     memory.in_validation.clear()
     with quiet(learn): learn.validate()
-    assert memory.in_validation == [16, 2]
+    assert memory.in_validation == sizes
+
+
+def test_a_loader_of_tables_is_smaller_if_it_does_not_draw_by_weights():
+    "A shuffled loader of `TabularPandas` does, and `new` forgets the weights"
+    dl = tabular().dls.valid
+    assert can_be_smaller(dl, 4)
+    assert not can_be_smaller(dl.new(shuffle=True), 4)
 
 
 class Interrupts(Callback):
