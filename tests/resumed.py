@@ -80,7 +80,7 @@ def leave_out(is_left_out, verifies=True):
     original = Graph.restore
 
     def without(parts):
-        return {part: value for part, value in parts.items() if not is_left_out(*part)}
+        return {part: value for part, value in parts.items() if not is_left_out(*part.rsplit('.', 1))}
 
     def restore(self, rest, weights={}):
         read = self.read

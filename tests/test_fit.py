@@ -4,7 +4,7 @@ import pytest
 from common import *
 from fastxtend_accum.resuming.graph import Graph
 from fastxtend_accum.resuming.identity import text_of
-from fastxtend_accum.resuming.parts import CONTENT, Part
+from fastxtend_accum.resuming.parts import CONTENT
 from resumed import assert_same_end, learner, leave_out, new_process, stop, train, whole
 
 
@@ -32,7 +32,7 @@ def test_a_part_that_is_left_out_is_named(name, monkeypatch):
     stop(script)
     monkeypatch.setattr(Graph, 'restore', Graph.restore)  # is undone after the test
     leave_out(lambda *o: o == part)
-    text = text_of(Part(*part))
+    text = text_of('.'.join(part))
     with pytest.raises(ValueError, match=f'could not restore .*{re.escape(text)}'): script()
 
 

@@ -7,7 +7,8 @@ from fastai.vision.all import Image, ImageDataLoaders, aug_transforms
 from torch.utils.data import DataLoader as TorchLoader
 
 from common import *
-from fastxtend_accum.resuming.graph import Graph, moved, root_of
+from fastxtend_accum.resuming.graph import Graph, moved
+from fastxtend_accum.resuming.parts import root_of
 from resume_layouts import WIDTH, fastai_data, make, mlp, samples, with_valid
 from resumed import Stops, assert_goes_on, learner, new_process, steps, train
 

@@ -58,4 +58,5 @@ def test_hooks_of_all_kinds_are_found():
     layer = nn.Linear(1, 1)
     for kind in ('forward_pre', 'forward', 'full_backward_pre', 'full_backward'):
         getattr(layer, f'register_{kind}_hook')(noop)
-    assert len(hooks_of(layer)) == 4
+    layer.weight.register_post_accumulate_grad_hook(noop)
+    assert sum(len(o) for o in hooks_of(layer)+hooks_of(layer.weight) if o) == 5

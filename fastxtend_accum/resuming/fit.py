@@ -50,7 +50,7 @@ class SavedFit:
         self.was_interrupted = learn in self.folder.unfinished  # by an error or Ctrl-C, in this process
         self.path = path/f'{self.folder.begin(learn)}.pth'
         self.graph = Graph(learn)
-        self.begun = self.graph.begun|settings_of(learn)  # what tells this fit from others, see `check_same`
+        self.graph.begun.update(settings_of(learn))  # which tell this fit from others, too: see `check_same`
         self.loggers = state_of_loggers(learn)
         self.found = None  # the content of the file, from `begin` until it is restored in mid-epoch; else None
         # Of the present epoch
@@ -80,10 +80,10 @@ def begin_training(self:SavedFit):
     between windows. If the fit was saved in this epoch, the Reader first reads the batches of the epoch again from the
     first one, with the state that they had then; only afterwards is the state in mid-epoch restored"""
     batches = self.leader.loop.batches
-    has_ended,position = self.found['reader'] if self.found else (False,None)
+    state = self.found['reader'] if self.found else ()
     # In that epoch, `n_loaded` is the number of batches that the killed process had read: the leader, whose
     # `before_train` comes first, has gone to the place of the file
-    self.reader = Reader(batches.dl, batches.n_loaded, has_ended, position)
+    self.reader = Reader(batches.dl, batches.n_loaded, *state)
     if self.found:
         self.restore()
         self.found = None
@@ -175,7 +175,7 @@ def content(self:SavedFit, place:dict|None)->dict:
     own = dict(
         state,
         place=place,
-        begun=self.begun,
+        begun=self.graph.begun,
         at_epoch=self.at_epoch,
         reader=self.reader and self.reader.state())
     of_all = [own for _ in range(self.n_processes)]
@@ -193,32 +193,26 @@ def content(self:SavedFit, place:dict|None)->dict:
 def begin(self:SavedFit)->int:
     """Runs before the first epoch, and returns its number: 0 without a file, the epoch where the fit was saved, or
     `n_epoch` if it had ended. Raises ValueError if the file belongs to another fit"""
-    self.found = self.read()
-    if not self.found:
-        return 0
-    check_same(self.graph, self.begun, self.found, self.path)
-    self.folder.count_from(self.found['n_begun'])
-    place = self.found['place']
-    epoch = self.prepare_to_continue(place)
+    learn = self.learn
+    found = self.read()
+    if not found: return 0
+    self.found = found
+    check_same(self.graph, found, self.path)
+    self.folder.count_from(found['n_begun'])
+    place = found['place']
+    if place:
+        # Callbacks begin the epoch again. The state in mid-epoch is restored afterwards, by `begin_training`
+        self.graph.restore(found['at_epoch'])
+        self.leader.begin_epoch_at(place)
+    else:  # the fit had ended
+        self.leader.begin_fit()  # makes the loop, whose counts users read: no epoch will run, whose training makes it
+        self.restore()
     if self.cb.verbose and self.rank == 0:
         where = 'in' if place else 'at the end of'
-        print(f'AutoResume: resuming {where} epoch {self.learn.epoch} from {self.path}')
-    self.loggers = self.found['loggers']
-    restore_loggers(self.learn, self.loggers)
-    return epoch
-
-@patch
-def prepare_to_continue(self:SavedFit, place:dict|None)->int:
-    "Prepares the Learner to continue at a place in the fit. Returns the epoch that is the first to run"
-    if place is None:  # the fit had ended
-        # Makes the loop, whose counts users read. Otherwise the first epoch does, but no epoch runs
-        self.leader.begin_fit()
-        self.restore()
-        return self.learn.n_epoch
-    # Callbacks begin the epoch again. The state in mid-epoch is restored afterwards, by `begin_training`
-    self.graph.restore(self.found['at_epoch'])
-    self.leader.begin_epoch_at(place)
-    return self.learn.epoch  # it was restored, too
+        print(f'AutoResume: resuming {where} epoch {learn.epoch} from {self.path}')  # its number was restored, too
+    self.loggers = found['loggers']
+    restore_loggers(learn, self.loggers)
+    return learn.epoch if place else learn.n_epoch
 
 @patch
 def read(self:SavedFit)->dict|None:

@@ -16,13 +16,12 @@ from .parts import *
 from .pickles import *
 
 # %% auto #0
-__all__ = ['roots_of', 'root_of', 'is_data', 'parts_of', 'Graph', 'is_installed', 'named_in', 'SearchPickler', 'pickling',
-           'moved']
+__all__ = ['roots_of', 'parts_of', 'Graph', 'needs_path', 'is_installed', 'named_in', 'pickling', 'moved']
 
 # %% ../../nbs/resuming/02_graph.ipynb #4ff7f8ce
 # The search begins at a few objects, the roots. Each part of an object (an attribute, or its content) is pickled, and
-# pickle calls `SearchPickler.reducer_override` for whatever it meets in the part. An object that it meets for the first
-# time gets the path of the part, and waits until its own parts are searched
+# pickle calls `DigestPickler.reducer_override` for whatever it meets in the part. An object that it meets for the first
+# time gets the name of the part as its path, and waits until its own parts are searched
 
 def roots_of(learn)->list:
     """Returns pairs of a path and an object, from which the search reaches all others. Callbacks and metrics are named
@@ -33,29 +32,21 @@ def roots_of(learn)->list:
     return [('generators',SharedGenerators()), ('dls',learn.dls), *loaders, *named, ('model',inner_model(learn.model)),
             ('opt',learn.opt), ('learn',learn)]
 
-def root_of(path:str)->str:
-    "Returns the root from which the object at a path was found, such as 'model'"
-    return path.partition('.')[0]
-
-def is_data(path:str)->bool:
-    "Returns whether the object at a path belongs to the data"
-    return root_of(path) == 'dls'
-
 def parts_of(path:str, o)->dict:
-    "Returns the values of the parts of the object at a path: its attributes, and its content if it has one"
+    "Returns the values of the parts of the object at a path, by name: its attributes, and its content if it has one"
     parts = attributes_of(o)
     content = content_of(o)
     if content is not None:
         parts[CONTENT] = content
-    return {Part(path, name): value for name,value in sorted(parts.items())}
+    return {f'{path}.{name}': value for name,value in sorted(parts.items())}
 
 # %% ../../nbs/resuming/02_graph.ipynb #5b575bc6
 class Graph:
     "The objects that a Learner reached when its fit began, by path, and the digests of their parts at that time"
     def __init__(self, learn):
         self.objects = {}  # by path
-        self.named = {}  # classes and functions that a file may name, by name
-        self.paths = {}  # by the id of the object; for a class or a function, its name
+        self.named = dict(allowed)  # classes and functions that a file may name, by name
+        self.paths = {}  # by the id of the object
         self.begun = {}  # digests of parts when the fit began
         self.folders = {}  # of the paths in parts at that time
         self.waiting = []  # paths of the objects whose parts are still to be searched
@@ -77,9 +68,8 @@ class Graph:
         self.objects[path] = o
         self.paths[id(o)] = path
         self.waiting.append(path)
-        kind = type(o)
         size = f' {list(o.shape)} {o.dtype}' if isinstance(o, Tensor) else ''
-        self.begun[Part(path, 'class')] = kind.__qualname__+size
+        self.begun[f'{path}.class'] = type(o).__qualname__+size
         self.allow_classes(o)
         inner = []
         if isinstance(o, nn.Module): inner = [*o.named_modules(), *o.named_parameters(), *o.named_buffers()]
@@ -91,42 +81,54 @@ class Graph:
         o = self.objects[path]
         for part,value in parts_of(path, o).items():
             # `content_of` has made the values of a tensor or the state of a generator: there are no objects to be found
-            is_made = part.name == CONTENT and not isinstance(o, holders)
-            digest = self.digest(part, value) if is_made else SearchPickler(self, part).digest(value)
+            is_made = part.endswith(CONTENT) and not isinstance(o, holders)
+            digest = self.digest(part, value, not is_made)
             self.begun[part] = digest.value
             self.folders[part] = digest.folders
-        for hook in hooks_of(o): SearchPickler(self, Part(path, 'hook')).digest(hook)  # adds objects; no digest is kept
+        for hooks in hooks_of(o): self.digest(f'{path}.hook', hooks, True)  # adds objects; no digest is kept
 
-    def digest(self, part:Part, value)->Digest:
-        "Returns the digest of a value of a part"
-        return DigestPickler(self, is_data(part.path)).digest(value)
+    def digest(self, part:str, value, adds:bool=False)->Digest:
+        """Returns the digest of a value of a part. `adds` tells whether the objects in the value are added: an object
+        that the fit makes later gets no path, and is pickled by its value"""
+        return DigestPickler(self, part, adds).digest(value)
+
+    def add_found(self, o, part:str):
+        "Called for whatever pickle meets in a part. Adds it, or lets files name it if it is a class or a function"
+        self.allow(o)
+        if needs_path(o, part): self.add(part, o)
+
+def needs_path(o, part:str)->bool:
+    """Returns whether a path has to stand for an object in files. A tensor needs one, such as a weight that a loss and
+    a callback share: it is restored in place, and both still share it. But not the result of a computation, such as a
+    loss that a callback keeps, nor a sample of the data: the new process makes these again"""
+    if isinstance(o, Tensor):
+        return o.is_leaf and not is_data(part)
+    is_iterator = hasattr(type(o), '__next__')
+    return not is_iterator and not is_value(o) and name_of(o) is None
 
 # %% ../../nbs/resuming/02_graph.ipynb #9d4c27e1
 # Classes and functions that a file may name
 
 @patch
-def allow(self:Graph, o)->str|None:
-    """Lets files refer to a class or a function by its name, and returns the name. Returns None if files cannot refer
-    to it: if it has no name, or is one of Python's, of which some run code, as `os.system` does"""
+def allow(self:Graph, o):
+    """Lets files name a class or a function, unless it has no name, or is one of Python's, of which some run code, as
+    `os.system` does. A class of the user's code is also searched like an object, since it may have data, such as a
+    count of its objects, which are not kept, and named if they change"""
     name = name_of(o)
-    if not name or name in allowed or is_of_python(o): return None
+    if not name or name in self.named or is_of_python(o): return
     self.named[name] = o
-    self.paths[id(o)] = name
-    return name
+    if isinstance(o, type) and not is_installed(o):
+        self.objects[name] = o
+        self.waiting.append(name)
 
 @patch
 def allow_classes(self:Graph, o):
-    """Lets files refer to what the fit may make or keep later: more objects of the classes of `o`, and what the methods
-    of a callback name. A class of the user's code is searched like an object, since it may have data, such as a count
-    of its objects, which are not kept, and named if they change"""
+    """Lets files name what the fit may make or keep later: more objects of the classes of `o`, and what the methods of
+    a callback name"""
     for kind in type(o).__mro__:
-        if id(kind) in self.paths: continue
-        name = self.allow(kind)
-        if name and not is_installed(kind):
-            self.objects[name] = kind
-            self.waiting.append(name)
-    if isinstance(o, Callback):
-        for named in named_in(type(o)): self.allow(named)
+        self.allow(kind)
+        if isinstance(o, Callback):
+            for named in named_in(kind): self.allow(named)
 
 def is_installed(o)->bool:
     """Returns whether a class or a function belongs to this package, or to one that is installed (in `site-packages` or
@@ -136,16 +138,15 @@ def is_installed(o)->bool:
     return '-packages' in file or library_of(o) == library_of(Graph)
 
 def named_in(kind:type)->list:
-    """Returns the methods of a callback's class, one of which it may keep in an attribute, as MixUp does; and the
+    """Returns the methods of a class of a callback, one of which it may keep in an attribute, as MixUp does; and the
     classes and functions that these methods name, of which it may make and keep objects. It leaves out what methods of
     installed packages name: the fewer functions a file may name, the safer, and these name some that load or write
     files"""
     res = []
-    for base in kind.__mro__:
-        for f in vars(base).values():
-            if not isinstance(f, types.FunctionType): continue
-            res.append(f)
-            if not is_installed(f): res += [f.__globals__.get(name) for name in f.__code__.co_names]
+    for f in vars(kind).values():
+        if not isinstance(f, types.FunctionType): continue
+        res.append(f)
+        if not is_installed(f): res += [f.__globals__.get(name) for name in f.__code__.co_names]
     return res
 
 # %% ../../nbs/resuming/02_graph.ipynb #6b1d88f2
@@ -166,44 +167,16 @@ def reduced(self:Graph, o):
     if isinstance(o, partial): vars(o)
     return NotImplemented
 
-class SearchPickler(DigestPickler):
-    """Takes the digest of a part when the fit begins, and adds the objects that pickle meets in it to the graph. Later
-    digests add none: an object that the fit has made has no path, and is pickled by its value"""
-    def __init__(self, graph, part:Part):
-        super().__init__(graph, is_data(part.path))
-        self.place = part.place()
-
-    def reducer_override(self, o):
-        "Pickle calls it for each object that it meets, as in a `DigestPickler`"
-        self.graph.allow(o)
-        if self.needs_path(o): self.graph.add(self.place, o)
-        return super().reducer_override(o)
-
-    def needs_path(self, o)->bool:
-        """Returns whether a path has to stand for the object in files. A tensor needs one, such as a weight that a loss
-        and a callback share: it is restored in place, and both still share it. But not the result of a computation,
-        such as a loss that a callback keeps, nor a sample of the data: the new process makes these again"""
-        if isinstance(o, Tensor):
-            return o.is_leaf and not self.is_data
-        is_iterator = hasattr(type(o), '__next__')
-        return not is_iterator and not is_value(o) and name_of(o) is None
-
 # %% ../../nbs/resuming/02_graph.ipynb #5e1f3c20
 @patch
 def find_class(self:Graph, module:str, name:str):
-    """Returns the class or function that a pickle names: one that is `allowed` to all fits. For what this fit allows, a
-    pickle names `object_at` instead, with a path: for it, returns the method that finds an object by its path. Raises
-    UnpicklingError if a file may not name it"""
-    o = allowed.get(full_name(module, name))
-    if o is None:
-        raise pickle.UnpicklingError(f'a file of AutoResume cannot name {module}.{name}')
-    return self.object_of if o is object_at else o
-
-@patch
-def object_of(self:Graph, path:str):
-    """Returns the object, class or function that a path stands for. Returns None if this fit does not have the path: a
-    file may belong to another fit, and has to be read before `check_same` can tell how the two differ"""
-    return self.objects.get(path, self.named.get(path))
+    """Returns the class or function that a pickle names. For `object_at`, returns what finds an object by its path, or
+    None if this fit does not have the path. For what this fit does not allow, returns a function that raises
+    UnpicklingError when the pickle calls it. Naming it is no error yet: a file may belong to another fit, and has to be
+    read before `check_same` can tell how the two differ"""
+    def refuse(*args): raise pickle.UnpicklingError(f'a file of AutoResume cannot name {module}.{name}')
+    o = self.named.get(full_name(module, name), refuse)
+    return self.objects.get if o is object_at else o
 
 def pickling(graph:Graph):
     "Returns what `torch.save` and `torch.load` use in place of the module `pickle`"
@@ -269,15 +242,17 @@ def moved(storage, location:str):
 @patch
 def delete(self:Graph, parts:Iterable):
     "Deletes attributes of objects"
-    for path,name in parts:
-        if name != CONTENT: object.__delattr__(self.objects[path], name)  # not `delattr`, see `restore`
+    for part in parts:
+        path,_,name = part.rpartition('.')
+        if name != CONTENT: del vars(self.objects[path])[name]  # not `delattr`, see `restore`
 
 @patch
 def restore(self:Graph, rest:bytes, weights:dict={}):
     "Sets parts to the values of a state"
     parts = {**self.read(rest), **weights}
     for part,value in parts.items():
-        o = self.objects.get(part.path)
+        path,_,name = part.rpartition('.')
+        o = self.objects.get(path)
         if o is None: continue  # `SavedFit.restore` finds that its parts are missing
-        if part.name == CONTENT: set_content(o, value)
-        else: object.__setattr__(o, part.name, value)  # not `setattr`, which callbacks and modules have changed
+        if name == CONTENT: set_content(o, value)
+        else: vars(o)[name] = value  # not `setattr`, which callbacks and modules have changed

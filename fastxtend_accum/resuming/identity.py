@@ -10,8 +10,8 @@ from fastai.basics import *
 
 from ..windows.checks import warn_user
 from ..windows.processes import n_processes
-from .graph import Graph,root_of
-from .parts import CONTENT,Part,generators,is_window_callback
+from .graph import Graph
+from .parts import CONTENT,generators,is_window_callback,root_of
 
 # %% auto #0
 __all__ = ['settings_of', 'check_same', 'unchanged_parts', 'text_of', 'is_never_compared', 'may_differ']
@@ -20,22 +20,21 @@ __all__ = ['settings_of', 'check_same', 'unchanged_parts', 'text_of', 'is_never_
 def settings_of(learn)->dict:
     """Returns settings as text, to compare them beside the digests of parts: the number of processes, and each
     hyper-parameter, such as 'wd of group 0', except those that a schedule sets"""
-    res = {Part('processes', ''): str(n_processes(learn))}
+    res = {'processes': str(n_processes(learn))}
     scheduled = nested_attr(learn, 'param_scheduler.scheds', {})
     for i,hypers in enumerate(learn.opt.hypers):
         for name in hypers.keys()-scheduled:
-            res[Part(f'{name} of group {i}', '')] = str(hypers[name])
+            res[f'{name} of group {i}'] = str(hypers[name])
     return res
 
 # The parts that hold all hyper-parameters, which `settings_of` returns one by one. After Ctrl-C, an optimizer has the
 # rate in mid-schedule, and the fit can go on. fastai's `opt.hypers` is an L, whose list is its attribute `items`. In an
 # OptimWrapper, `opt.opt` is PyTorch's optimizer, which has `param_groups` and `state`
-_of_settings = Part('opt.hypers', 'items'),Part('opt.opt', 'param_groups'),Part('opt.opt', 'state')
+_of_settings = 'opt.hypers.items','opt.opt.param_groups','opt.opt.state'
 
 # %% ../../nbs/resuming/04_identity.ipynb #d95a3c1b
 def check_same(
     graph:Graph, # Of this fit, which begins
-    begun:dict, # The digests with which this fit began, by part, and its settings
     found:dict, # The content of the file
     file:Path, # The file
 ):
@@ -43,17 +42,17 @@ def check_same(
     if it may differ"""
     errors = []
     for part in unchanged_parts(found['begun'], found['digests']):
-        now = begun.get(part)
+        now = graph.begun.get(part)
         then = found['begun'][part]
         if now == then or part in _of_settings: continue
-        o = graph.objects.get(part.path)
-        root = graph.objects.get(root_of(part.path))
-        if is_never_compared(part, o, root): continue
+        path,_,name = part.rpartition('.')
+        o = graph.objects.get(path)
+        if is_never_compared(o, name, graph.objects.get(root_of(path))): continue
         text = text_of(part)
         # The digest of a number or a short string is itself; of all else, only a checksum is known
         if isinstance(then, str): text += f' {now}, not {then}'
-        else: text = f'a different {text}' if part in begun else f'no {text}'
-        if may_differ(o, part.name, now): warn_user(f'AutoResume continues with the earlier value: this fit has {text}')
+        else: text = f'a different {text}' if part in graph.begun else f'no {text}'
+        if may_differ(o, name, now): warn_user(f'AutoResume continues with the earlier value: this fit has {text}')
         else: errors.append(text)
     if errors:
         raise ValueError(f"this fit cannot be resumed from {file}, since it has {'; '.join(errors[:8])}: use the same "
@@ -65,19 +64,18 @@ def unchanged_parts(begun:dict, digests:dict)->list:
     inside it, comes from the file, so it need not be what it was when the fit began: for example a list of losses,
     which is empty in a new process, but not if the same Learner goes on after Ctrl-C"""
     # Settings, and parts that the file could not keep, have no digest when it was saved: they count as unchanged
-    changed = [part.place()+'.' for part,then in begun.items() if digests.get(part, then) != then]
+    changed = tuple(f'{part}.' for part,then in begun.items() if digests.get(part, then) != then)
     # What is inside 'cb.losses' begins with 'cb.losses.', and 'cb.losses_n' does not
-    return [part for part in begun if not (part.place()+'.').startswith(tuple(changed))]
+    return [part for part in begun if not f'{part}.'.startswith(changed)]
 
 # %% ../../nbs/resuming/04_identity.ipynb #6c2e91d4
-def text_of(part:Part)->str:
+def text_of(part:str)->str:
     "Returns a part as users write it, such as 'cb.nets[1].scale'"
-    text = part.place().replace(f'.{CONTENT}', '').replace('.[', '[')
-    return text.strip('.')
+    return part.replace(f'.{CONTENT}', '').replace('.[', '[')
 
 # What may differ
 
-def is_never_compared(part:Part, o, root)->bool:
+def is_never_compared(o, name:str, root)->bool:
     """Returns whether a part of the object `o`, which the search has found from a `root`, is never compared. A script
     that sets no seed draws new values for these parts each time, and the file's values replace them:
 
@@ -87,11 +85,10 @@ def is_never_compared(part:Part, o, root)->bool:
 
     Attributes of classes are not compared, either, because no file keeps them"""
     if isinstance(o, type): return True
-    is_fixed = isinstance(root, (Learner,Metric)) and not isinstance(o, nn.Parameter)
-    if part.name == CONTENT:
-        is_drawn = isinstance(o, Tensor) and not is_fixed
-        return is_drawn or isinstance(o, generators)
-    return isinstance(o, nn.Module) and isinstance(vars(o).get(part.name), Tensor)
+    if isinstance(o, nn.Module): return isinstance(vars(o).get(name), Tensor)
+    if name != CONTENT: return False
+    is_drawn = isinstance(o, nn.Parameter) or not isinstance(root, (Learner,Metric))
+    return is_drawn if isinstance(o, Tensor) else isinstance(o, generators)
 
 def may_differ(o, name:str, digest)->bool:
     """Returns whether an attribute of `o` may differ; its value then comes from the file. It may if it is

@@ -8,7 +8,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/parts.html.md""
 from __future__ import annotations
 from argparse import Namespace
 from collections import UserDict,UserList,deque
-from typing import NamedTuple
 
 from fastai.basics import *
 from torch.utils.hooks import RemovableHandle
@@ -16,21 +15,23 @@ from torch.utils.hooks import RemovableHandle
 from ..windows.state import random_states,restore_value,set_random_states
 
 # %% auto #0
-__all__ = ['CONTENT', 'generators', 'with_attributes', 'holders', 'Part', 'SharedGenerators', 'library_of', 'is_of_python',
-           'is_window_callback', 'is_set_anew', 'hooks_of', 'data_of', 'attributes_of', 'content_of', 'set_content',
-           'set_tensor']
+__all__ = ['CONTENT', 'generators', 'with_attributes', 'holders', 'root_of', 'is_data', 'SharedGenerators', 'library_of',
+           'is_of_python', 'is_window_callback', 'is_set_anew', 'hooks_of', 'data_of', 'attributes_of', 'content_of',
+           'set_content', 'set_tensor']
 
 # %% ../../nbs/resuming/00_parts.ipynb #75851d9e
-class Part(NamedTuple):
-    "Names a part of an object"
-    path:str  # of the object, such as 'cb.items'
-    name:str  # of an attribute, or `CONTENT`
+# A part is named by the path of its object and the name of the attribute, such as 'cb.items.x' for the attribute `x` of
+# the object at 'cb.items'. An object that is found in the part gets this name as its own path
 
-    def place(self)->str:
-        "Returns path and name as one string: 'cb.items.x' or 'cb.items.[]'. It is the path of an object in the part"
-        return f'{self.path}.{self.name}'
+CONTENT = '[]'  # the name of what an object has in no attribute, such as the items of a list: 'cb.items.[]'
 
-CONTENT = '[]'  # what an object has in no attribute, such as the items of a list
+def root_of(path:str)->str:
+    "Returns the root from which the object at a path was found, such as 'model'"
+    return path.partition('.')[0]
+
+def is_data(path:str)->bool:
+    "Returns whether the object at a path, or a part, belongs to the data"
+    return root_of(path) == 'dls'
 
 class SharedGenerators:
     """The random generators of Python, NumPy and PyTorch that all code shares, as one object with the methods of a
@@ -92,14 +93,11 @@ def is_set_anew(o, name:str, value)->bool:
 # The classes of Python's standard library whose objects may have attributes that users set
 with_attributes = SimpleNamespace,Namespace,UserDict,UserList,types.FunctionType
 
+_hooks = '_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks _post_accumulate_grad_hooks'.split()
+
 def hooks_of(o)->list:
-    """Returns the hooks of a layer or a weight, since a hook may have a state. Of any other object, returns an empty
-    list"""
-    if isinstance(o, nn.Module):
-        res = [*o._forward_pre_hooks.values(), *o._forward_hooks.values()]
-        return [*res, *o._backward_pre_hooks.values(), *o._backward_hooks.values()]
-    hooks = o._backward_hooks if isinstance(o, Tensor) else None
-    return list(hooks.values()) if hooks else []
+    "Returns the dicts of hooks of a layer or a weight, since a hook may have a state. Other objects have none"
+    return [getattr(o, name, None) for name in _hooks] if isinstance(o, (nn.Module,Tensor)) else []
 
 def data_of(kind:type)->dict:
     "Returns the attributes of a class that may be data: those without an underscore that cannot be called"

@@ -18,7 +18,7 @@ from fastai.basics import *
 from torch._weights_only_unpickler import _get_allowed_globals
 from torch.storage import TypedStorage
 
-from .parts import Part,is_of_python,with_attributes
+from .parts import is_data,is_of_python,with_attributes
 
 # %% auto #0
 __all__ = ['allowed', 'LONG', 'LARGE', 'SAMPLE', 'name_of', 'full_name', 'is_value', 'object_at', 'bound', 'Digest',
@@ -39,8 +39,7 @@ def name_of(o)->str|None:
     has this name: for a lambda, for what is inside a function, and for a function to which `functools.wraps` has given
     the name of the function that it calls"""
     if not isinstance(o, (type,types.FunctionType,types.BuiltinFunctionType)): return None
-    try: named = operator.attrgetter(o.__qualname__)(sys.modules[o.__module__])
-    except (KeyError, AttributeError): return None
+    named = nested_attr(sys.modules.get(o.__module__), o.__qualname__)
     return full_name(o.__module__, o.__qualname__) if named is o else None
 
 def full_name(module:str, name:str)->str:
@@ -64,7 +63,7 @@ def is_value(o)->bool:
 def object_at(path:str):
     """Stands in a pickle for an object that has a path. A pickle can only say "call this function with this argument",
     so it says "call `object_at` with this path". When the pickle is read, `Graph.find_class` replaces `object_at`,
-    which does nothing, by a method of the graph that looks the path up"""
+    which does nothing, by a look-up of the path"""
 
 def bound(function, o):
     "Returns a method of an object or a class, for callbacks that keep one, as MixUp does"
@@ -74,7 +73,7 @@ _makers = [
     object_at, bound, np.ndarray, np.dtype,
     np.array(0).__reduce__()[0], np.float32(0).__reduce__()[0],  # what NumPy's pickles call
     TensorBase, TensorImage, TensorMask, TensorCategory,
-    Part, slice, range, type(Path()), random.Random, SimpleNamespace, *_plain, *_containers]
+    slice, range, type(Path()), random.Random, SimpleNamespace, *_plain, *_containers]
 allowed = dict(_get_allowed_globals())  # by name: what PyTorch calls safe
 allowed.update({name_of(o):o for o in _makers})
 
@@ -92,42 +91,48 @@ class Digest(NamedTuple):
 
 # %% ../../nbs/resuming/01_pickles.ipynb #2247b476
 class DigestPickler(pickle.Pickler):
-    """Takes the digest of one value, from the bytes that pickle makes of it. Pickle calls `reducer_override` and
-    `persistent_id` for each object in the value, to let a subclass decide what it writes"""
+    """Takes the digest of the value of a part, from the bytes that pickle makes of it. Pickle calls `reducer_override`
+    and `persistent_id` for each object in the value, to let a subclass decide what it writes"""
     def __init__(self,
-        graph, # The `Graph` to which the value belongs
-        is_data:bool=False, # Whether the value is part of the data, which are not written if they are large
+        graph, # The `Graph` to which the part belongs
+        part:str, # Its name
+        adds:bool, # Whether the objects in the value are added to the graph
     ):
         self.file = io.BytesIO()
         super().__init__(self.file)
         self.fast = True  # no references to what came before: equal values have equal bytes, even if one is a copy
         self.graph = graph
-        self.is_data = is_data
+        self.part = part
+        self.adds = adds
+        self.is_data = is_data(part)
         self.not_kept = None
         self.folders = []
         self.n_bytes = 0  # in the tensors and arrays of the value
 
     def digest(self, value)->Digest:
         "Returns the digest. Its value is None if pickle cannot write what it is of"
-        try: self.dump(value)  # calls the methods below
-        except Exception as e:  # classes raise errors of all kinds
-            return Digest(None, str(e) or repr(e), self.folders)
+        res = None
+        try:
+            self.dump(value)  # calls the methods below
+            is_short = type(value) in _plain and len(str(value)) <= 100
+            res = repr(value) if is_short else zlib.crc32(self.file.getvalue())
+        except Exception as e: self.not_kept = str(e) or repr(e)  # classes raise errors of all kinds
         if self.is_data and self.n_bytes > LARGE:
             self.not_kept = 'it is large'
-        is_short = type(value) in _plain and len(str(value)) <= 100
-        text = repr(value) if is_short else zlib.crc32(self.file.getvalue())
-        return Digest(text, self.not_kept, self.folders)
+        return Digest(res, self.not_kept, self.folders)
 
     def reducer_override(self, o):
         """Pickle calls it for each object other than numbers, strings and containers, to ask how to make it again. If
         the object has a path, the graph answers. Otherwise pickle makes it by classes and functions, for which it calls
-        this, too"""
+        this, too, and which files must be allowed to name"""
+        if self.adds: self.graph.add_found(o, self.part)
         reduced = self.graph.reduced(o)
         if reduced is not NotImplemented:
             return reduced
         if isinstance(o, nn.Parameter) and not self.is_data:
             self.not_kept = 'it has a weight that was added during the fit'
-        self.check_name(o)
+        name = name_of(o)
+        if name and name not in self.graph.named: self.not_kept = f'it has {name}'
         return NotImplemented  # pickle knows how
 
     def persistent_id(self, o):
@@ -140,31 +145,24 @@ class DigestPickler(pickle.Pickler):
             return None
         if isinstance(o, TypedStorage):  # the memory of a tensor
             return self.sample_of_memory(o._untyped_storage)
-        if isinstance(o, (np.ndarray,set,frozenset)): self.check_name(type(o))  # which pickle does not see then
         if isinstance(o, (np.ndarray,np.generic)):
             return self.sample_of_array(o)
         if isinstance(o, PurePath):
             self.folders.append(str(o.parent))
             return o.name
         if isinstance(o, (set,frozenset)):
-            return tuple(sorted(o, key=self.sort_key))
+            return type(o),*sorted(o, key=self.sort_key)
         if self.is_data and type(o) is list and len(o) > LONG:
             return self.sample_of_list(o)
         return None
 
 # %% ../../nbs/resuming/01_pickles.ipynb #7d3e90b1
 @patch
-def check_name(self:DigestPickler, o):
-    "If `o` is a class or a function that no file may name, `not_kept` says so"
-    name = name_of(o)
-    if name and name not in allowed and id(o) not in self.graph.paths: self.not_kept = f'it has {name}'
-
-@patch
 def sort_key(self:DigestPickler, o)->str:
     """Returns a string that puts the items of a set in the same order in each process: the path of an object, since two
-    layers may print the same, or what a value prints. Raises PicklingError if that is an address, such as
-    '<Cat object at 0x7f...>', which another process does not have"""
-    text = self.graph.paths.get(id(o), repr(o))
+    layers may print the same, the name of a class or a function, or what a value prints. Raises PicklingError if that
+    is an address, such as '<Cat object at 0x7f...>', which another process does not have"""
+    text = self.graph.paths.get(id(o)) or name_of(o) or repr(o)
     if ' at 0x' in text: raise pickle.PicklingError('it is a set of objects that have no order')
     return text
 
@@ -179,19 +177,19 @@ def sample_of_list(self:DigestPickler, o:list)->tuple|None:
 
 @patch
 def sample_of_array(self:DigestPickler, o)->tuple:
-    """Returns type, shape, and about `SAMPLE` numbers of an array or a number of NumPy, whose versions 1 and 2 pickle
-    the same number in different ways"""
+    """Returns classes, shape, and about `SAMPLE` numbers of an array or a number of NumPy, whose versions 1 and 2
+    pickle the same number in different ways"""
     self.n_bytes += o.nbytes
     step = o.size//SAMPLE+1
     numbers = o.flat[::step].tolist()
-    return str(o.dtype),o.shape,tuple(numbers)  # a tuple, since pickle asks about a list again, and would sample it
+    kind = type(np.asanyarray(o))  # an array of a number; another class, such as a masked array, stays as it is
+    return kind,str(o.dtype),o.shape,*numbers  # no list, since pickle asks about a list again, and would sample it
 
 @patch
 def sample_of_memory(self:DigestPickler, storage:torch.UntypedStorage)->bytes:
     "Returns about `SAMPLE` bytes of a tensor's memory, evenly spaced"
-    self.n_bytes += storage.nbytes()
     memory = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
-    step = storage.nbytes()//SAMPLE
-    step += 1-step%2  # odd, so that the sample has each of the bytes that a number consists of
+    self.n_bytes += len(memory)
+    step = len(memory)//(2*SAMPLE)*2+1  # odd, so that the sample has each of the bytes that a number consists of
     sample = memory[::step].clone()  # `numpy()` shares memory, and PyTorch could not resize the tensor afterwards
     return sample.cpu().numpy().tobytes()
