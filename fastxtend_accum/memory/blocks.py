@@ -63,7 +63,7 @@ def blocks_in(m, groups:dict)->list:
         parts = groups[m].children()
     res = []
     for o in parts:
-        is_group = o not in children  # made by `grouped` of one layer and what follows: it has no blocks inside
+        is_group = o not in children  # `grouped` made it from one layer and what follows: it has no blocks inside
         inner = [] if is_group else blocks_in(o, groups)
         if isinstance(m, containers) and can_be_block(o, inner): res.append(o)
         else: res += inner
@@ -76,7 +76,7 @@ def can_be_block(m, inner:list)->bool:
     - a layer of a Transformer is a block: it has no large blocks inside
     - a stage of a ResNet is not a block, but the large blocks inside it are
     - a convolution alone is not a block, but the group of it and its activation is"""
-    is_list = isinstance(m, (nn.ModuleList, nn.ModuleDict))  # models call the modules in a list, and never the list
+    is_list = isinstance(m, (nn.ModuleList, nn.ModuleDict))  # models call its modules, and never the list itself
     # Without children, it keeps little more than its inputs anyway: to recompute it would save nothing
     children = list(m.children())
     if is_list or not children or not n_layers(m): return False
@@ -87,15 +87,15 @@ def can_be_block(m, inner:list)->bool:
 
 # %% ../../nbs/memory/06_blocks.ipynb #9a1d41ac
 def check_blocks(blocks, model)->list:
-    """Returns the `blocks` that a user has named as a list, each block once. An nn.Sequential or nn.ModuleList stands
-    for its children. Raises ValueError if a block is not a module of `model`"""
-    res = L(blocks)
+    """Returns a list of the `blocks` that a user named, each block once. An nn.Sequential or nn.ModuleList stands for
+    its children. Raises ValueError if a block is not a module of `model`"""
+    res = L(blocks)  # it takes one block, a list of blocks, or a module whose children can be iterated over
     for o in res: check_inside(o, model, 'blocks')
     return uniqueify(res)
 
 def check_inside(o, model, argument:str):
-    """Raises ValueError unless `o` is a module inside `model`. A function of the user has returned `o`; the user has
-    passed this function as the argument of this name"""
+    """Raises ValueError unless `o` is a module inside `model`. The user passed a function as the argument of this name,
+    and the function returned `o`"""
     if any(o is m for m in model.modules()): return
     raise ValueError(f"{argument} must return modules of the model, not a {type(o).__name__}: a slice of an "
                      "nn.Sequential, for example, is a new module")

@@ -74,7 +74,7 @@ def check_samples_first(b, n:int, samples:int):
 # %% ../../nbs/memory/02_micro_batches.ipynb #e39c522b
 class MicroBatches(Strategy):
     "A strategy that runs a loader batch in micro-batches of at most `micro_bs` samples"
-    may_repeat = True  # see Strategy: a loader batch may have several forward passes
+    may_repeat = True  # a loader batch may have several forward passes, for which `run_batch` prepares
     def __init__(self,
         micro_bs:int|None=None, # None: the whole batch, with which AutoMicroBatches begins
     ):
@@ -97,7 +97,7 @@ class MicroBatches(Strategy):
 # %% ../../nbs/memory/02_micro_batches.ipynb #e7b434d7
 def run_split(loop:WindowLoop, bounds:list):
     """Runs each micro-batch in turn. In the end the Learner holds the inputs, the targets and the output of the whole
-    batch; or, if the batch has no targets, the targets that a callback has set in the last micro-batch"""
+    batch; or, if the batch has no targets, the targets that a callback set in the last micro-batch"""
     learn = loop.learn
     samples = loop.batches.current.samples
     n = bounds[-1][1]
@@ -117,8 +117,8 @@ def run_split(loop:WindowLoop, bounds:list):
 def joined_output(loop:WindowLoop, outputs:list, bounds:list):
     """Returns the output of a batch, from the outputs of its micro-batches. Raises NotSamplesFirst if their first
     dimension is not the samples, because the inputs may have been cut in the wrong dimension, too. If the outputs
-    cannot be joined for another reason, as maps of several sizes, returns None; or raises NotBySample if there are
-    training metrics, which need the output"""
+    cannot be joined for another reason, such as feature maps of different sizes, returns None; or, if there are
+    training metrics, which need the output, raises NotBySample"""
     sizes = [end-start for start,end in bounds]
     try: return join(outputs, sizes)
     except NotBySample as e:
@@ -130,12 +130,12 @@ def end_split_batch(loop:WindowLoop, losses_before:tuple):
     samples of the batch. `losses_before` are the sums of the window from before the batch"""
     learn,window = loop.learn,loop.window
     losses = window.losses.since(losses_before)  # the sums over the micro-batches of this batch
-    # No micro-batch has added a loss. If there are no targets, `forward_backward` has counted the samples. If callbacks
-    # have cancelled all backward passes, the batch does not count, as a whole batch would not
+    # No micro-batch added a loss. If there are no targets, `forward_backward` counted the samples. If callbacks
+    # cancelled all backward passes, the batch does not count, as a whole batch would not
     if not losses.n_micro: return
     learn.loss = window.mean_of(losses)
     learn.loss_grad = learn.loss  # for callbacks that read it in `after_batch`; the backward passes are over
-    # A callback may have cancelled the backward pass of 8 of 32 samples. They still count as part of the window, so
-    # that it does not wait for 8 more
+    # If a callback cancelled the backward pass of 8 of 32 samples, they still count as part of the window, so that it
+    # does not wait for 8 more
     n_cancelled = loop.batches.current.samples-losses.samples
     window.add_samples(n_cancelled)

@@ -45,9 +45,8 @@ class MemorySaver:
 
 # %% ../../nbs/memory/04_retry.ipynb #ca9ffbee
 class BatchUndo:
-    """What the passes of the current batch are going to change, as it is before them, so that `undo` can restore it:
-    the state of the model, the loss and random generators, what the Learner holds, the sums of the window, and
-    gradients"""
+    """A copy of everything that the passes of the current batch will change, so that `undo` can restore it: the state
+    of the model, the loss and random generators, what the Learner holds, the sums of the window, and gradients"""
     def __init__(self,
         loop:WindowLoop,
         are_zero:bool, # Whether the gradients of the optimizer's parameters are 0 or None now
@@ -84,14 +83,14 @@ def copy_of_grad(grad:Tensor|None)->Tensor|None:
 
 # %% ../../nbs/memory/04_retry.ipynb #b7fc0e06
 class RetryOnOutOfMemory(Strategy):
-    """A strategy that runs a loader batch by another `strategy`, in the contexts of the `savers`; again and again, with
-    less memory, if it runs out and a saver adapts"""
-    may_repeat = True  # see Strategy: a loader batch may have several forward passes
+    """A strategy that runs a loader batch by another `strategy`, in the contexts of the `savers`. If memory runs out
+    and a saver adapts, runs it again with less memory, until it fits"""
+    may_repeat = True  # a loader batch may have several forward passes, for which `run_batch` prepares
     def __init__(self, strategy:Strategy, savers:list[MemorySaver]):
         self.strategy = strategy
         self.savers = savers
         self.adapting = [o for o in savers if o.adapt]
-        self.has_reported = False  # whether the savers have reported the memory with which batches fit
+        self.has_reported = False  # whether the savers reported the memory with which batches fit
         self.n_steps = -1  # optimizer steps of the fit when the last batch began; -1: this is the first batch
 
     def __call__(self, loop:WindowLoop):
@@ -105,7 +104,7 @@ class RetryOnOutOfMemory(Strategy):
     def run_once(self, loop:WindowLoop):
         "Runs the batch in the contexts of all savers"
         with ExitStack() as stack:
-            for o in self.savers:  # each saver finds the model as the savers before it have left it
+            for o in self.savers:  # each saver finds the model as the savers before it left it
                 stack.enter_context(o.context(loop))
             self.strategy(loop)
 
@@ -117,7 +116,7 @@ def run_until_it_fits(self:RetryOnOutOfMemory, loop:WindowLoop):
     # Gradients are 0 after each step. If there was no step since the last batch, this is a further batch of a window;
     # or a callback cancels steps to add gradients up, as fastai's GradientAccumulation
     are_zero = loop.n_steps > self.n_steps
-    # The first batch of this process may continue what a killed process has added up
+    # The first batch of this process may continue what a killed process added up
     if self.n_steps < 0: are_zero = not any(grad.any() for grad in gradients(loop.fit.params.summed))
     self.n_steps = loop.n_steps
     with loop.fit.processes.local_passes():

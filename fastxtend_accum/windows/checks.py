@@ -102,7 +102,7 @@ def check_callbacks(learn, cb):
     """Raises ValueError if `cb`, which runs the windows, and another callback of `learn` both accumulate gradients, or
     if a callback keeps gradients in another precision"""
     others = [o for o in learn.cbs if o is not cb and o.run and accumulates(o)]
-    # If `cb` is a GradientCache, for example, it does not accumulate: fastai's GradientAccumulation may, beside it
+    # One callback may accumulate. If `cb` does not, because it is a GradientCache, for example, another one may
     if others and accumulates(cb):
         kind = type(others[0])
         raise ValueError(f"{kind.__module__}.{kind.__name__} also accumulates gradients: remove it, or "

@@ -146,18 +146,18 @@ def slice_fields(
 
 # %% ../../nbs/windows/00_nested.ipynb #3ae69da2
 def join(
-    outputs:Sequence, # What the model has returned for each micro-batch
+    outputs:Sequence, # What the model returned for each micro-batch
     sizes:list[int], # Rows of each micro-batch
 ):
     """Returns the outputs concatenated along their rows: tensors of shapes (3, 4) and (2, 4), for `sizes` of 3 and 2,
     become one of (5, 4). Lists with an entry for each sample become one list; other tuples, lists and mappings are
     joined field by field. Raises NotSamplesFirst if a tensor has another number of rows, and NotBySample if outputs
-    differ in structure"""
+    differ in structure, or in a value without rows, such as a loss"""
     one = outputs[0]
     if len(set(map(type, outputs))) > 1: raise NotBySample("the outputs of micro-batches differ in structure")
     if children(one) is None: return join_leaves(outputs, sizes)
     if look_like_sample_lists(outputs, sizes): return rebuilt(one, list(chain(*outputs)))
-    # Their items are fields, such as logits and loss. Each output must have the same ones
+    # Their items are fields, such as logits and hidden states. Each output must have the same fields
     names = [list(o) if isinstance(o, Mapping) else len(o) for o in outputs]  # fields without names are counted
     if any(o != names[0] for o in names): raise NotBySample("the outputs of micro-batches differ in structure")
     fields = zip(*map(children, outputs))

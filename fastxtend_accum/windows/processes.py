@@ -47,7 +47,7 @@ def reduce_numbers(model, values:list, op=dist.ReduceOp.SUM)->list:
     return numbers.tolist()
 
 def max_over_processes(learn, value:Real)->Real:
-    "Returns the largest `value` of all processes, so a flag is True if it is True in one of them"
+    "Returns the largest `value` of all processes, so a flag is True if it is True in any of them"
     if n_processes(learn) == 1: return value
     largest, = reduce_numbers(learn.model, [value], dist.ReduceOp.MAX)
     return largest
@@ -128,8 +128,7 @@ def sums_of_all(self:Processes, losses:LossSums)->LossSums:
 @patch
 def average_grads(self:Processes):
     """Makes each gradient its mean over processes, as DDP does: of all parameters that have a gradient in any process.
-    Leaves gradients as they are if the last backward pass has averaged them already: DDP may have, and FSDP always
-    has"""
+    Leaves gradients as they are if the last backward pass already averaged them, as DDP may do, and FSDP always does"""
     model = self.learn.model
     if self.has_averaged or is_sharded(model): return
     params = [p for p in model.parameters() if p.requires_grad]
