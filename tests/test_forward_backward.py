@@ -5,9 +5,8 @@ from common import *
 from labels import *
 from layouts import each_layout
 from our_warnings import warnings_of
-from fastxtend_accum.windows.forward_backward import accept_own_gradient
+from fastxtend_accum.windows.forward_backward import weigh_own_gradient
 from fastxtend_accum.windows.losses import loss_rules
-from fastxtend_accum.windows.window import LossSums, Window
 
 FLOAT32 = 1e-6
 REPLACES_LOSS = 'a callback replaces the loss (learn.loss_grad), but micro-batches keep the weights'
@@ -241,12 +240,9 @@ def test_a_gradient_of_ones_own_gets_the_weight_of_this_process(weight, before, 
     "0 in a process whose micro-batch has no items"
     p = nn.Parameter(torch.zeros(1))
     p.grad = tensor([before])
-    window = Window()
-    window.begin(SimpleNamespace(), is_single=True, n_processes=2)
     fit = SimpleNamespace(params=SimpleNamespace(summed=[p]))
-    accept_own_gradient(fit, window, weight, LossSums(1, 8, tensor(0.), 0))
+    weigh_own_gradient(fit, weight)
     assert p.grad.item() == after
-    assert window.losses.samples == 8
 
 
 class SkipsBackward(Callback):

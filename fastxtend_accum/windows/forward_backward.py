@@ -23,7 +23,7 @@ from .window import Count,LossSums,Window,zero_grads_if_empty,zero_if_empty
 
 # %% auto #0
 __all__ = ['FitContext', 'forward_backward', 'compute_loss_and_count', 'items_of_loss', 'note_replaced_loss', 'run_backward',
-           'tensors_behind_loss', 'add_weighted_gradient', 'leave_out', 'accept_own_gradient', 'callback_that_raised']
+           'tensors_behind_loss', 'add_weighted_gradient', 'weigh_own_gradient', 'callback_that_raised']
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #bf1f6dd7
 class FitContext:
@@ -142,19 +142,27 @@ def run_backward(
     samples:int, # Of the micro-batch
     items:Count|None, # What its loss averages over; None: it is a sum
 ):
-    """Runs the backward pass of the weighted loss, with its events. In a window of several micro-batches, raises
-    RuntimeError if a callback cancels the batch after this pass, because its gradient cannot be taken out of the sum"""
+    """Runs the backward pass of the weighted loss, with its events, and adds the micro-batch to the sums of `window`.
+    If a callback cancels the pass, a single window takes the gradient that the callback may have computed, as in
+    fastai; a window of several micro-batches leaves this one out. Raises RuntimeError if a callback cancels the batch
+    afterwards in such a window, because its gradient cannot be taken out of the sum"""
     learn = fit.learn
     learn.loss = zero_if_empty(items, learn.loss)  # for loggers: in fastai, a mean over nothing is NaN
     weight = window.weight_of(items)
     contribution = LossSums(1, samples, learn.loss.detach()*weight, items)
     try:
         fit.send('before_backward')
-        add_weighted_gradient(fit, window, weight, contribution)
+        if window.grads is not None: window.grads.check()  # before this pass changes them
+        add_weighted_gradient(fit, weight)
+        window.add(contribution)
     except CancelBackwardException:
-        # As in fastai, the callback may have computed the gradient in place of the backward pass
-        if window.is_single: accept_own_gradient(fit, window, weight, contribution)
-        else: leave_out(fit, window)
+        if window.is_single:
+            weigh_own_gradient(fit, weight)
+            window.add(contribution)
+        else:
+            window.grads.check()
+            fit.warn_once("a callback cancels backward passes (CancelBackwardException): their micro-batches are left "
+                          "out of the window")
         fit.send('after_cancel_backward')
     try: fit.send('after_backward')
     except CancelBatchException as e:
@@ -169,14 +177,11 @@ def tensors_behind_loss(fit:FitContext)->list:
     outputs = tensors_in(fit.learn.pred)
     return [*outputs, *fit.params.extra] if outputs else fit.params.summed
 
-def add_weighted_gradient(fit:FitContext, window:Window, weight:Count, contribution:LossSums):
-    """Runs fastai's backward pass for the loss times its weight, which adds the weighted gradient to the sums in
-    `.grad`; adds the contribution to the other sums. During the pass, `learn.loss_grad` is the weighted loss"""
+def add_weighted_gradient(fit:FitContext, weight:Count):
+    """Runs fastai's backward pass for the loss times its weight, which adds the weighted gradient to `.grad`. During
+    the pass, `learn.loss_grad` is the weighted loss"""
     learn = fit.learn
-    if window.grads is not None: window.grads.check()  # before this pass changes the gradients
-    # `learn._backward` runs the backward pass of `learn.loss_grad`. This is not `contribution.loss`: MixedPrecision has
-    # scaled it for float16 in `before_backward`
-    loss = learn.loss_grad
+    loss = learn.loss_grad  # for float16, MixedPrecision has scaled it in `before_backward`
     learn.loss_grad = loss*weight
     # The value of a tensor is not known here, because reading it would wait for the GPU
     may_be_empty = isinstance(weight, Tensor) or weight == 0
@@ -184,24 +189,15 @@ def add_weighted_gradient(fit:FitContext, window:Window, weight:Count, contribut
         with zero_grads_if_empty(tensors_behind_loss(fit), weight): learn._backward()
     else: learn._backward()
     learn.loss_grad = loss  # without the weight, since training metrics may read it
-    window.add(contribution)
     fit.processes.after_backward()
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #6b0d27f4
-def leave_out(fit:FitContext, window:Window):
-    """Leaves a micro-batch whose backward pass was cancelled out of its window of several micro-batches, and warns.
-    Raises RuntimeError if the callback has changed the sums of gradients, since what it has added has no weight"""
-    window.grads.check()
-    fit.warn_once("a callback cancels backward passes (CancelBackwardException): their micro-batches are left out of "
-                  "the window")
-
-def accept_own_gradient(fit:FitContext, window:Window, weight:Count, contribution:LossSums):
-    """Accepts the gradient of a single window whose backward pass a callback has cancelled. Multiplies it by its
-    weight, since at the end it is divided by the sum of the weights of all processes. In one process both are 1"""
+def weigh_own_gradient(fit:FitContext, weight:Count):
+    """Multiplies the gradient that a callback has computed in a single window by its weight, since at the end of the
+    window it is divided by the sum of the weights of all processes. If there is one process, both are 1"""
     for grad in gradients(fit.params.summed):
         weighted = zero_if_empty(weight, grad*weight)  # 0 if the weight is 0, also where `grad` is NaN
         grad.copy_(weighted)
-    window.add(contribution)
 
 def callback_that_raised(e:BaseException)->Callback|str:
     """Returns the callback that raised `e` in an event, or 'something' if no callback did. Messages begin with it:
