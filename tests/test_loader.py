@@ -99,10 +99,6 @@ def plan_of(info, size=16, epoch=0, n_epoch=2, remainder='step', carried=()):
     return EpochPlan(info, size_at_pct, bs/2, bs, epoch, n_epoch, remainder, carried)
 
 
-def test_a_batch_size_that_the_loader_states_is_not_taken_from_the_callback():
-    assert loader_info(sized(), 4) == exactly(20)
-
-
 # The plan of an epoch
 
 @pytest.mark.parametrize('size, bs, n_batches, n_pieces, samples', [
@@ -155,8 +151,8 @@ def test_a_window_that_begins_with_carried_batches_has_the_size_of_where_it_bega
 
 # The batches of an epoch
 
-def epoch_batches(dl):
-    plan = plan_of(loader_info(dl))
+def epoch_batches(dl, size=16):
+    plan = plan_of(loader_info(dl), size)
     return EpochBatches(dl, plan, [], None, len(plan.windows))
 
 
@@ -208,31 +204,19 @@ def test_a_loader_of_pytorch_or_a_batch_sampler(make, remainder):
     assert_fits_windows(learn, 92, remainder='drop', drop_last=True)
 
 
-def list_of_batches(n, sizes):
-    inputs, targets = data(n)
-    return list(zip(inputs.split(sizes), targets.split(sizes)))
-
-
 @pytest.mark.parametrize('accum, ends', [(8, [10, 13]), (2, [4, 7, 9, 12, 13])])
 def test_batches_of_many_sizes(accum, ends):
     """With micro_batch_size in place of the batch size that nobody states, a window takes them until it is full; or it
     is half of 4, or of more. An empty batch changes nothing"""
-    train = list_of_batches(13, [7, 3, 0, 2, 1])
+    train = list_of_batches([7, 3, 0, 2, 1])
     learn = fit(with_loader(train, GradientAccumulation(accum, micro_batch_size=4)), 2)
-    steps = [(range(start, end), 0) for start, end in zip([0, *ends], ends)]
+    steps = [(range(*bounds), 0) for bounds in zip([0, *ends], ends)]
     assert_steps(learn, steps+steps, 13)
     assert learn.pct_train == 1
 
 
 def fastai_stream(n): return DataLoader(Stream(88), bs=np.int64(8), n=n)  # a number of NumPy counts as a number
 def torch_stream(n): return TorchDataLoader(Stream(88, n), 8)
-
-
-class CountsBatches(Callback):
-    run_valid = False
-    order = 20
-    n = 0
-    def before_batch(self): self.n += 1
 
 
 @pytest.mark.filterwarnings('ignore:Length of IterableDataset')
@@ -244,10 +228,10 @@ class CountsBatches(Callback):
     (torch_stream, 104, 'drop', 24),
     (torch_stream, 104, 'carry', 33)])
 def test_a_stream_may_be_shorter_than_it_announces_and_one_of_pytorchs_longer(make, n, remainder, n_run):
-    counts = CountsBatches()
+    counts = Fault(None, 'after_backward', nth=0, order=0)  # counts passes, and raises nothing
     learn = with_loader(make(n), counts, GradientAccumulation(32, remainder=remainder))
     assert_fits_windows(learn, 88, remainder=remainder)
-    assert counts.n == n_run
+    assert counts.count == n_run
 
 
 def test_the_last_batch_of_a_stream_has_the_samples_that_come():
@@ -293,6 +277,13 @@ class Erased(OneBuffer):
 class Understated(OneBuffer):
     "Announces fewer batches than it has, so that windows are read ahead"
     def __len__(self): return 3
+
+
+def test_beyond_the_announced_length_pieces_have_the_size_of_their_windows():
+    "It is that of the end of the epoch, which is half of the fit"
+    batches = epoch_batches(Understated(*data(88)), lambda pct: 4 if pct <= .5 else 8)
+    with batches.reading():
+        while batches.advance(): assert batches.current.samples == batches.plan.window_size(batches.samples_read) == 4
 
 
 KINDS_OF_BUFFERS = [OneBuffer, Erased]
@@ -402,9 +393,8 @@ class NotesAlive(Callback):
     "Counts the batches of the loader that still exist"
     run_valid = False
 
-    def __init__(self): self.refs = []
-
     def before_fit(self):
+        self.refs = []
         self.counts = []
         self.learn.dls.train.after_batch = self.note
 
@@ -483,6 +473,6 @@ def test_a_loader_that_is_replaced_before_the_windows_begin_is_the_data(remainde
 
 def test_the_line_of_a_loader_that_states_no_size_has_that_of_its_first_batch(capsys):
     accum = GradientAccumulation(micro_batch_size='auto')
-    fit_aloud(with_loader(list_of_batches(32, 8), accum), 1)
+    fit_aloud(with_loader(list_of_batches([8, 8, 8, 8]), accum), 1)
     assert '8 samples per step, at most 8 at a time' in capsys.readouterr().out
     assert accum.micro_bs is None

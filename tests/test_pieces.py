@@ -115,10 +115,7 @@ def test_a_batch_that_cannot_be_sliced_is_an_error_before_training():
 
 def test_a_loader_that_states_no_batch_size_is_cut():
     "Every sample is used, also if batches are larger or smaller than `micro_batch_size` says"
-    def train(sizes, *cbs):
-        inputs, targets = data(sum(sizes))
-        batches = list(zip(inputs.split(sizes), targets.split(sizes)))
-        return fit(learner_on(batches, *cbs, opt_func=SGD), 2)
+    def train(sizes, *cbs): return fit(learner_on(list_of_batches(sizes), *cbs, opt_func=SGD), 2)
     pieces = [8, 8, 12, 12, 8, 2]
     ours = train([16, 24, 10], GradientAccumulation(8, micro_batch_size=16))
     plain = train(pieces)
