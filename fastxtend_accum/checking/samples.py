@@ -52,7 +52,8 @@ def first_samples(dl, n:int)->LoaderBatch:
     """Returns at least the first `n` samples of `dl`, as one large batch. If there are fewer, they repeat: if `n` is
     12, a loader of 10 samples gives these 10 twice. If the batches differ in shape, as texts of several lengths do,
     only the first batch is used, and repeats. Raises ValueError if there are no samples"""
-    batches,sizes = [],[]
+    batches = []
+    sizes = []  # samples in each of them
     for batch in dl:
         batches.append(map_tensors(torch.clone, tuple(batch)))  # a loader may use its memory for the next one
         sizes.append(n_rows(batch, loader_bs(dl)))
@@ -61,7 +62,6 @@ def first_samples(dl, n:int)->LoaderBatch:
     try: join(batches, sizes)
     except NotBySample: del batches[1:],sizes[1:]  # they differ in shape, so only the first one is used
     n_times = math.ceil(n/sum(sizes))
-    sizes = sizes*n_times
-    data = join(batches*n_times, sizes)
-    n_samples = sum(sizes)
+    data = join(batches*n_times, sizes*n_times)
+    n_samples = sum(sizes)*n_times
     return LoaderBatch(data, samples=n_samples, expected=n_samples, rows=n_samples)
