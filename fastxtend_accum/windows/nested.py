@@ -13,7 +13,7 @@ from fastai.basics import *
 
 # %% auto #0
 __all__ = ['children', 'rebuilt', 'map_tensors', 'leaves_in', 'tensors_in', 'looks_like_sample_list', 'n_rows', 'part_bounds',
-           'NotBySample', 'NotSamplesFirst', 'has_rows', 'slice_rows', 'slice_fields', 'join', 'look_like_sample_lists',
+           'NotBySample', 'NotSamplesFirst', 'has_rows', 'slice_rows', 'slice_fields', 'join', 'all_are_sample_lists',
            'join_leaves']
 
 # %% ../../nbs/windows/00_nested.ipynb #45667e7f
@@ -156,14 +156,14 @@ def join(
     one = outputs[0]
     if len(set(map(type, outputs))) > 1: raise NotBySample("the outputs of micro-batches differ in structure")
     if children(one) is None: return join_leaves(outputs, sizes)
-    if look_like_sample_lists(outputs, sizes): return rebuilt(one, list(chain(*outputs)))
+    if all_are_sample_lists(outputs, sizes): return rebuilt(one, list(chain(*outputs)))
     # Their items are fields, such as logits and hidden states. Each output must have the same fields
     names = [list(o) if isinstance(o, Mapping) else len(o) for o in outputs]  # fields without names are counted
     if any(o != names[0] for o in names): raise NotBySample("the outputs of micro-batches differ in structure")
     fields = zip(*map(children, outputs))
     return rebuilt(one, [join(parts, sizes) for parts in fields])
 
-def look_like_sample_lists(outputs:Sequence, sizes:list[int])->bool:
+def all_are_sample_lists(outputs:Sequence, sizes:list[int])->bool:
     """Guesses whether each of these outputs, which are tuples, lists or mappings, has one entry for each sample of its
     micro-batch. For example, a model returns the boxes in each image:
 
