@@ -82,7 +82,7 @@ class GradientAccumulation(WindowCallback):
         if plan.info.batch_size:
             # A loader batch, which is one piece; or, if it is cut into several windows, the largest piece
             limits.append(math.ceil(plan.bs/plan.largest.n_pieces))
-        return min([o for o in limits if o is not None], default=None)
+        return min([o for o in limits if o], default=None)  # each is a number of samples, or None
 
 # %% ../nbs/00_accumulation.ipynb #1f3f92d9
 # Settings
