@@ -224,6 +224,13 @@ def assert_apart(a, b, least=1e-3):
     assert (a-b).abs().max() > least
 
 
+def assert_nothing_left(learn):
+    "Asserts that neither the Learner nor a module has a method of ours any more"
+    for name in ('all_batches', 'one_batch', '_do_one_batch', '_do_grad_opt', '_backward'):
+        assert name not in vars(learn)
+    for m in learn.model.modules(): assert 'forward' not in vars(m)
+
+
 def assert_moved(learn):
     "Asserts that training has changed the weights of `model()`"
     assert_apart(learn, model())
@@ -285,7 +292,6 @@ class Fault(Callback):
 
 class MultiplyLoss(Callback):
     "Multiplies the loss by `value` in the backward pass of these training batches"
-    run_valid = False
     order = MixedPrecision.order+1
 
     def __init__(self, value, struck):

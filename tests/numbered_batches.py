@@ -33,7 +33,6 @@ class CancelsBatches(Callback):
 
 class NotesBatches(Callback):
     "Notes the numbers of the loader batches that have run, by epoch"
-    run_valid = False
     order = -30
 
     def before_fit(self): self.epochs = []

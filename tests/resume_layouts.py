@@ -241,7 +241,7 @@ def carry_with_saves_between_epochs():
 
 
 @layout
-def by_minutes(): return train(Slow(), accum(), n_epoch=2, resume=AutoResume(minutes=.0002))
+def by_minutes(): return train(Slow(), accum(), resume=AutoResume(minutes=.0002))
 
 
 @layout
@@ -257,7 +257,7 @@ def noisy_samples(): return train(dls=fastai_data(Noisy))
 
 
 @layout
-def workers(): return train(dls=fastai_data(Noisy, num_workers=2), n_epoch=2)
+def workers(): return train(dls=fastai_data(Noisy, num_workers=2))
 
 
 @layout
@@ -308,7 +308,7 @@ def several_fits():
 def folds():
     "Three Learners, and the same line for each"
     for fold in range(3):
-        learn = train(n_epoch=2)
+        learn = train()
         learn.save(f'fold-{fold}')
     return learn
 

@@ -139,7 +139,7 @@ def test_the_allocator_itself_fails():
     assert process.exitcode == 0
     n, ours = torch.load('ours.pt')
     assert 8 <= n <= 256
-    plain = fit(large_learner(), 1, .1)
+    plain = fit(large_learner(), 1)
     assert_apart(plain, large_learner())
     assert_same(ours, weights(plain), FLOAT32)
 
@@ -160,5 +160,5 @@ def fit_in_50_mb():
     n_pages = int(Path('/proc/self/statm').read_text().split()[0])
     most = n_pages*resource.getpagesize() + 50*2**20
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    fit(learn, 1, .1)
+    fit(learn, 1)
     torch.save([accum.micro_bs, weights(learn)], 'ours.pt')

@@ -84,7 +84,6 @@ def test_where_loader_batches_are_logged_a_cancelled_one_is_logged_as_in_fastai(
 
 class DividesLoss(Callback):
     "Accumulates over four batches: divides the loss, and cancels what follows the backward pass of three of them"
-    run_valid = False
     n = 0
     def before_backward(self): self.learn.loss_grad = self.learn.loss_grad/4
     def after_backward(self):

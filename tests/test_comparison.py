@@ -1,5 +1,4 @@
 "The reasons of several differences"
-from common import *
 from fastxtend_accum.checking.comparison import find_reasons
 
 

@@ -163,7 +163,6 @@ def test_a_callback_that_uses_the_loss_of_a_transformer_is_exact(bs, settings):
 
 class RunsBackward(Callback):
     "Makes the gradient itself from micro-batch `begin` on"
-    run_valid = False
 
     def __init__(self, how, begin=0):
         self.how = how
@@ -247,7 +246,6 @@ def test_a_gradient_of_ones_own_gets_the_weight_of_this_process(weight, before, 
 
 class SkipsBackward(Callback):
     "Cancels the backward pass of the `nth` micro-batch of the fit, or of each"
-    run_valid = False
 
     def __init__(self, nth=None):
         self.nth = nth

@@ -177,7 +177,7 @@ def with_loader(train, *cbs):
 def assert_fits_windows(learn, n, accum=32, remainder='step', drop_last=False):
     "Trains, and asserts that the windows are those of `n` samples that come in order, eight at a time"
     steps = windows(n, 8, accum, remainder, 3, drop_last)
-    fit(learn, 3)
+    fit(learn)
     assert_steps(learn, steps, n)
     assert learn.recorder.accum_bs == [len(samples) for samples, _ in steps]
 
@@ -348,7 +348,7 @@ def test_an_epoch_that_a_callback_ends_leaves_nothing(exc):
     notes = NotesBatches()
     ends = Fault(exc, 'after_backward', 5, 20)  # the first of three batches that were carried
     learn = accumulated_learner(56, [notes, ends], remainder='carry')
-    fit(learn, 3)
+    fit(learn)
     assert notes.epochs == ['0123', '4', '0123456']
 
 
@@ -443,7 +443,7 @@ def test_a_loader_is_told_once_that_its_epoch_has_ended(n, remainder, kind):
     "Also if it still has batches that are dropped"
     learn = accumulated_learner(n, remainder=remainder)
     learn.dls.train = kind(learn.dls.train.dataset, bs=BS)
-    fit(learn, 3)
+    fit(learn)
     assert learn.dls.train.n_ends == 3
 
 

@@ -117,14 +117,11 @@ class ScaledMean(nn.Module):
         return mean_of_known(pred, targ)*self.log_scale.exp().float().sum()
 
 
-class ReturnsLoss(nn.Module):
-    "A model that gets the targets, too, and returns its loss alone"
-    def __init__(self, m):
-        super().__init__()
-        self.m = m
-
-    def forward(self, inputs, targets):
-        return mean_of_known(self.m(inputs), targets)
+def return_loss(m):
+    "Makes a model take the targets, too, and return its loss alone"
+    outputs_of = m.forward
+    def forward(inputs, targets): return mean_of_known(outputs_of(inputs), targets)
+    m.forward = forward
 
 
 def loss_alone(pred, targ): return pred
@@ -139,7 +136,7 @@ def train_on_missing(samples, bs, cb, loss_func):
     "Returns the weights after training, those of the loss function last"
     m = nn.Sequential(classifier_model(), Lambda(two_outputs))
     if loss_func is loss_alone:
-        m = ReturnsLoss(m)
+        return_loss(m)
         samples = (*samples, samples[1])
     own = loss_func.parameters() if isinstance(loss_func, nn.Module) else ()
     params = [*m.parameters(), *own]

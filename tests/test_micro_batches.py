@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common import *
-from comparing import assert_nothing_left
 from fastxtend_accum.memory.micro_batches import chunk_bounds, held_rows
 from limited_memory import MemoryLimit
 from small_learners import image_learner, seeded

@@ -85,7 +85,6 @@ def test_skip_nonfinite_leaves_an_overflow_to_the_scaler():
 class KeepsGradients(Callback):
     "Keeps the gradients that the optimizer gets"
     order = GradientClip.order+1
-    run_valid = False
 
     def before_fit(self):
         self.grads = []

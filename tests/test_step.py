@@ -39,7 +39,6 @@ def test_rules_scale_each_group_for_the_length_of_a_step(make_opt):
 
 class NotesRate(Callback):
     "Notes the learning rate in `before_step`, and multiplies it by `factor`"
-    run_valid = False
     def __init__(self, factor=1):
         self.factor = factor
         self.seen = []

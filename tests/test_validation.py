@@ -2,7 +2,6 @@
 import pytest
 
 from common import *
-from comparing import assert_nothing_left
 from fastxtend_accum.accumulation import can_be_smaller
 from labels import MISSING, classifier_model
 from limited_memory import MemoryLimit
