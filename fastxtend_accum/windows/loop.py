@@ -216,11 +216,11 @@ def check_dropped_epoch(self:WindowLoop):
     if self.progress.n_rounds > 0: return  # a round begins only if there are batches for a window
     if self.n_steps > 0:  # in an earlier epoch of the fit
         self.fit.warn_once("windows are now larger than an epoch, which takes no step, since incomplete windows are "
-                           "dropped: pass a smaller final_accum_bs, or remainder='carry'")
+                           "dropped: use smaller windows, or pass remainder='carry'")
         return
     size = self.batches.plan.window_size(0)*self.fit.processes.n
     raise ValueError(f"an epoch has too few samples for one window of {size}, and incomplete windows are dropped: "
-                     "lower accum_bs, or pass remainder='step'")
+                     "use smaller windows, or pass remainder='step'")
 
 # %% ../../nbs/windows/15_loop.ipynb #e0fbedc7
 # A round
