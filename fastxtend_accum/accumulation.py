@@ -30,7 +30,6 @@ __all__ = ['GradientAccumulation', 'can_be_smaller', 'in_batches_of', 'is_statef
 class GradientAccumulation(WindowCallback):
     "Accumulate gradients over `accum_bs` samples, then take an optimizer step as for one batch of that size"
     lead_rank = 0  # the lowest: alongside other WindowCallbacks, this one runs the batches
-    size_name = 'accum_bs'  # how errors name the size of windows: as the user did
     def __init__(self,
         accum_bs:int|None=None, # Samples per step, over all processes; None: 32, or `bs` if `micro_batch_size` is set
         n_acc:int|None=None, # fastai's name for `accum_bs`; pass only one of the two
@@ -45,8 +44,7 @@ class GradientAccumulation(WindowCallback):
         if accum_bs is not None and n_acc is not None:
             raise ValueError(f"accum_bs={accum_bs} and n_acc={n_acc} both set the samples in a window: pass one of "
                              "them (the argument that splits batches is micro_batch_size)")
-        self.accum_bs = accum_bs
-        if n_acc is not None: self.n_acc = n_acc  # sets `accum_bs`
+        self.accum_bs = n_acc if accum_bs is None else accum_bs
         if self.accum_bs is None and micro_batch_size is None:
             self.accum_bs = 32  # fastai's default
         store_attr('log_accum_batch,micro_batch_size,remainder,num_items,skip_nonfinite,verbose')
@@ -58,9 +56,7 @@ class GradientAccumulation(WindowCallback):
         "fastai's name for `accum_bs`"
         return self.accum_bs
     @n_acc.setter
-    def n_acc(self, size:int):
-        self.accum_bs = size
-        self.size_name = 'n_acc'
+    def n_acc(self, size:int): self.accum_bs = size
 
     @property
     def window(self)->Window:
@@ -92,7 +88,7 @@ def read_settings(self:GradientAccumulation):
     """Raises TypeError or ValueError if a setting or a combination of settings is invalid. Then creates the strategy
     that `micro_batch_size` asks for"""
     if self.accum_bs is not None:
-        self.accum_bs = check_size(self.size_name, self.accum_bs)
+        self.accum_bs = check_size('accum_bs', self.accum_bs)
     self.micro_batch_size = check_micro_batch_size(self.micro_batch_size)
     check_flags(log_accum_batch=self.log_accum_batch, skip_nonfinite=self.skip_nonfinite, verbose=self.verbose)
     check_callable('num_items', self.num_items, 'a function of the Learner')
@@ -138,7 +134,7 @@ def check(self:GradientAccumulation, plan:EpochPlan):
 @patch
 def sizes_by_argument(self:GradientAccumulation)->dict:
     "Returns {argument name: size}; without `accum_bs` it is empty"
-    return {self.size_name: self.accum_bs} if self.accum_bs else {}
+    return dict(accum_bs=self.accum_bs) if self.accum_bs else {}
 
 @patch
 def check_multiples(self:GradientAccumulation, info:LoaderInfo, n_processes:int=1):

@@ -21,7 +21,7 @@ Schedule = partial(GradientAccumulationSchedule, 16, 64)
     (lambda: GradientAccumulation(True), 'not True'),
     (lambda: GradientAccumulation(32, False), 'n_acc=False both set'),  # log_accum_batch, one place too early
     (lambda: GradientAccumulation(32, accum=3), "unexpected keyword argument 'accum'"),
-    (lambda: GradientAccumulation(n_acc=32.), 'n_acc counts samples, so it must be an int, not 32.0'),
+    (lambda: GradientAccumulation(n_acc=32.), 'accum_bs counts samples, so it must be an int, not 32.0'),
     (lambda: GradientAccumulation(32, None, 16), 'log_accum_batch must be True or False, not 16'),
     (lambda: GradientAccumulation(micro_batch_size='half'), "a number of samples or 'auto', not 'half'"),
     (lambda: GradientAccumulation(32, remainder='keep'), "('step', 'carry', 'drop') or None, not 'keep'"),
