@@ -29,7 +29,7 @@ class AutoResume(WindowCallback):
     run_valid = True  # `after_batch` is called in validation, too
     lead_rank = 3  # the last of this package's callbacks: it runs the batches only if no other one does
     _stateattrs = *WindowCallback._stateattrs,'saved_fit'
-    saved_fit = None  # the `SavedFit` from `start`, before the first epoch, to `after_fit`; else None
+    saved_fit = None  # the `SavedFit` from before the first epoch to `after_fit`; else None
     def __init__(self,
         every:int|None=None, # Optimizer steps between saves; None: save by time, as `minutes` says
         minutes:Real=5, # Minutes between saves
@@ -42,37 +42,37 @@ class AutoResume(WindowCallback):
 
     def read_settings(self):
         every = 1 if self.every is None else self.every
-        if every < 1 or every%1:
-            raise ValueError(f'every must be a whole number of steps, not {every}: pass a number such as 100')
+        if not isinstance(every, Real) or every < 1 or every%1:
+            raise ValueError(f'every must be a whole number of steps, not {every!r}: pass a number such as 100')
         if not Path(self.fname).name.strip('.'):  # a folder of the user's own files
             raise ValueError(f"fname must be the name of a folder, not {self.fname!r}: pass a name such as 'resume'")
-        if not self.minutes > 0:  # NaN, too
-            raise ValueError(f'minutes must be above 0, not {self.minutes}: pass a number such as 5')
+        if not isinstance(self.minutes, Real) or not self.minutes > 0:  # NaN, too
+            raise ValueError(f'minutes must be above 0, not {self.minutes!r}: pass a number such as 5')
         check_flags(restart=self.restart, verbose=self.verbose)
 
 # %% ../nbs/06_resume.ipynb #5e9a41c7
 # A fit
 
 @patch
-def start(self:AutoResume)->SavedFit:
-    """Returns the `SavedFit` of the fit that begins, after `before_fit`. Raises ValueError if the fit cannot be resumed
-    in mid-epoch"""
-    learn = self.learn
+def check_learner(self:AutoResume):
+    "Raises ValueError if a fit of the Learner cannot be resumed in mid-epoch"
+    model = self.learn.model
     self.check_loop()
-    if is_sharded(learn.model):
+    if is_sharded(model):
         raise ValueError('AutoResume cannot save a sharded model: use DistributedDataParallel')
-    if any(map(is_lazy, learn.model.parameters())):
+    if any(map(is_lazy, model.parameters())):
         raise ValueError('AutoResume needs a model whose layers have sizes: run a batch through it before the fit')
-    self.saved_fit = SavedFit(self, leader_of(learn))
-    return self.saved_fit
 
 @patch
 def run_fit(self:AutoResume):
     "Runs the epochs of a fit. After an error or Ctrl-C, the same Learner can begin a fit that goes on"
+    self.check_learner()
     learn = self.learn
     loss_func = learn.loss_func
     try:
-        with held_signals.hold(): self.start().run()
+        with held_signals.hold():
+            self.saved_fit = SavedFit(self, leader_of(learn))
+            self.saved_fit.run()
     except CancelFitException: raise  # no error: a callback ends the fit, and fastai sends `after_fit`
     except BaseException:
         self.saved_fit = None  # fastai sends no `after_fit`
@@ -84,7 +84,7 @@ def run_fit(self:AutoResume):
 @patch
 def before_train(self:AutoResume):
     """Lets the loop save. In the epoch in which the fit was saved, goes to the place in the file. Raises ValueError if
-    `start` was not called for this callback"""
+    `run_fit` does not run this fit"""
     WindowCallback.before_train(self)
     if not self.learn or is_finding_rate(self.learn): return  # it was removed, or this is not a fit
     # `_do_fit` below takes the first AutoResume, and a subclass of Learner with a `_do_fit` of its own takes none

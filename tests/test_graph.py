@@ -467,8 +467,8 @@ class HooksAtStart(Callback):
 
 
 class HoldsPython(Callback):
-    "Has functions of Python's library, which do not change, and a cache, as fastai's loaders of texts have"
-    def __init__(self): self.calls = [os.system, Path().unlink, functools.lru_cache(len)]
+    "Has functions of Python's library, which do not change, a cache, as fastai's loaders of texts, and no generator"
+    def __init__(self): self.calls = [os.system, Path().unlink, functools.lru_cache(len), random.SystemRandom()]
 
 
 @pytest.mark.filterwarnings('error:AutoResume')

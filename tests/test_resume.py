@@ -162,7 +162,8 @@ def test_a_fit_within_a_fit_is_another_one():
 
 
 @pytest.mark.parametrize('kwargs', [
-    dict(every=.5), dict(every=0), dict(every=-1), dict(minutes=math.nan), dict(fname=''), dict(fname='..')])
+    dict(every=.5), dict(every=0), dict(every='10'), dict(minutes=math.nan), dict(minutes='5'), dict(fname=''),
+    dict(fname='..')])
 def test_a_wrong_argument_is_an_error_that_names_it(kwargs):
     name, = kwargs
     with pytest.raises(ValueError, match=f'{name} must be'): AutoResume(**kwargs)

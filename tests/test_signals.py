@@ -65,6 +65,7 @@ def test_no_batch_is_lost(at, n_run): assert_goes_on_after_signal(at, n_run)
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings('ignore:AutoResume does not keep')  # `Terminates.at`, which `Swaps` changes
 def test_a_signal_waits_while_a_callback_has_swapped_the_weights():
     assert_goes_on_after_signal('validation 1', 26, swapping)
 

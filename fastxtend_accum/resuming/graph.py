@@ -16,11 +16,11 @@ from .parts import *
 from .pickles import *
 
 # %% auto #0
-__all__ = ['roots_of', 'parts_of', 'Graph', 'needs_path', 'is_installed', 'named_in', 'pickling', 'moved']
+__all__ = ['roots_of', 'parts_of', 'Graph', 'is_installed', 'pickling', 'moved']
 
 # %% ../../nbs/resuming/02_graph.ipynb #4ff7f8ce
 # The search begins at a few objects, the roots. Each part of an object (an attribute, or its content) is pickled, and
-# pickle calls `DigestPickler.reducer_override` for whatever it meets in the part. An object that it meets for the first
+# pickle calls `Digest.reducer_override` for whatever it meets in the part. An object that it meets for the first
 # time gets the name of the part as its path, and waits until its own parts are searched
 
 def roots_of(learn)->list:
@@ -45,7 +45,8 @@ class Graph:
     "The objects that a Learner reached when its fit began, by path, and the digests of their parts at that time"
     def __init__(self, learn):
         self.objects = {}  # by path
-        self.named = dict(allowed)  # classes and functions that a file may name, by name
+        # Classes and functions that a file may name, by name. A path that this fit does not have leads to None
+        self.named = {**allowed, name_of(object_at): self.objects.get}
         self.paths = {}  # by the id of the object
         self.begun = {}  # digests of parts when the fit began
         self.folders = {}  # of the paths in parts at that time
@@ -72,7 +73,8 @@ class Graph:
         self.begun[f'{path}.class'] = type(o).__qualname__+size
         self.allow_classes(o)
         inner = []
-        if isinstance(o, nn.Module): inner = [*o.named_modules(), *o.named_parameters(), *o.named_buffers()]
+        if isinstance(o, nn.Module):
+            inner = [*o.named_modules(), *o.named_parameters(), *o.named_buffers()]
         if isinstance(o, types.FunctionType): inner = zip(o.__code__.co_freevars, o.__closure__ or ())
         for name,value in inner: self.add(f'{path}.{name}', value)
 
@@ -90,21 +92,7 @@ class Graph:
     def digest(self, part:str, value, adds:bool=False)->Digest:
         """Returns the digest of a value of a part. `adds` tells whether the objects in the value are added: an object
         that the fit makes later gets no path, and is pickled by its value"""
-        return DigestPickler(self, part, adds).digest(value)
-
-    def add_found(self, o, part:str):
-        "Called for whatever pickle meets in a part. Adds it, or lets files name it if it is a class or a function"
-        self.allow(o)
-        if needs_path(o, part): self.add(part, o)
-
-def needs_path(o, part:str)->bool:
-    """Returns whether a path has to stand for an object in files. A tensor needs one, such as a weight that a loss and
-    a callback share: it is restored in place, and both still share it. But not the result of a computation, such as a
-    loss that a callback keeps, nor a sample of the data: the new process makes these again"""
-    if isinstance(o, Tensor):
-        return o.is_leaf and not is_data(part)
-    is_iterator = hasattr(type(o), '__next__')
-    return not is_iterator and not is_value(o) and name_of(o) is None
+        return Digest(self, part, adds).take(value)
 
 # %% ../../nbs/resuming/02_graph.ipynb #9d4c27e1
 # Classes and functions that a file may name
@@ -127,8 +115,19 @@ def allow_classes(self:Graph, o):
     a callback name"""
     for kind in type(o).__mro__:
         self.allow(kind)
-        if isinstance(o, Callback):
-            for named in named_in(kind): self.allow(named)
+        if isinstance(o, Callback): self.allow_methods(kind)
+
+@patch
+def allow_methods(self:Graph, kind:type):
+    """Lets files name the methods of a class of a callback, one of which it may keep in an attribute, as MixUp does;
+    and the classes and functions that these methods name, of which it may make and keep objects. It leaves out what
+    methods of installed packages name: the fewer functions a file may name, the safer, and these name some that load or
+    write files"""
+    for f in vars(kind).values():
+        if not isinstance(f, types.FunctionType): continue
+        self.allow(f)
+        names = [] if is_installed(f) else f.__code__.co_names
+        for name in names: self.allow(f.__globals__.get(name))
 
 def is_installed(o)->bool:
     """Returns whether a class or a function belongs to this package, or to one that is installed (in `site-packages` or
@@ -137,20 +136,22 @@ def is_installed(o)->bool:
     file = str(getattr(module, '__file__', ''))  # a notebook has none
     return '-packages' in file or library_of(o) == library_of(Graph)
 
-def named_in(kind:type)->list:
-    """Returns the methods of a class of a callback, one of which it may keep in an attribute, as MixUp does; and the
-    classes and functions that these methods name, of which it may make and keep objects. It leaves out what methods of
-    installed packages name: the fewer functions a file may name, the safer, and these name some that load or write
-    files"""
-    res = []
-    for f in vars(kind).values():
-        if not isinstance(f, types.FunctionType): continue
-        res.append(f)
-        if not is_installed(f): res += [f.__globals__.get(name) for name in f.__code__.co_names]
-    return res
-
 # %% ../../nbs/resuming/02_graph.ipynb #6b1d88f2
 # Pickle finds what an object reaches
+
+@patch
+def add_found(self:Graph, o, part:str):
+    """Called for whatever pickle meets in a part when the fit begins. Lets files name a class or a function. Adds any
+    other object for which a path has to stand in files. A tensor needs one, such as a weight that a loss and a callback
+    share: it is restored in place, and both still share it. But not the result of a computation, such as a loss that a
+    callback keeps, nor a sample of the data: the new process makes these again"""
+    self.allow(o)
+    if isinstance(o, Tensor):
+        needs_path = o.is_leaf and not is_data(part)
+    else:
+        is_iterator = hasattr(type(o), '__next__')
+        needs_path = not is_iterator and not is_value(o) and name_of(o) is None
+    if needs_path: self.add(part, o)
 
 @patch
 def reduced(self:Graph, o):
@@ -170,13 +171,11 @@ def reduced(self:Graph, o):
 # %% ../../nbs/resuming/02_graph.ipynb #5e1f3c20
 @patch
 def find_class(self:Graph, module:str, name:str):
-    """Returns the class or function that a pickle names. For `object_at`, returns what finds an object by its path, or
-    None if this fit does not have the path. For what this fit does not allow, returns a function that raises
+    """Returns the class or function that a pickle names. If a file may not name it, returns a function that raises
     UnpicklingError when the pickle calls it. Naming it is no error yet: a file may belong to another fit, and has to be
     read before `check_same` can tell how the two differ"""
     def refuse(*args): raise pickle.UnpicklingError(f'a file of AutoResume cannot name {module}.{name}')
-    o = self.named.get(full_name(module, name), refuse)
-    return self.objects.get if o is object_at else o
+    return self.named.get(full_name(module, name), refuse)
 
 def pickling(graph:Graph):
     "Returns what `torch.save` and `torch.load` use in place of the module `pickle`"

@@ -48,25 +48,25 @@ def check_same(
         path,_,name = part.rpartition('.')
         o = graph.objects.get(path)
         if is_never_compared(o, name, graph.objects.get(root_of(path))): continue
-        text = text_of(part)
         # The digest of a number or a short string is itself; of all else, only a checksum is known
-        if isinstance(then, str): text += f' {now}, not {then}'
-        else: text = f'a different {text}' if part in graph.begun else f'no {text}'
-        if may_differ(o, name, now): warn_user(f'AutoResume continues with the earlier value: this fit has {text}')
+        values = f' {now}, not {then}' if isinstance(then, str) else ''
+        text = text_of(part)+values
+        if may_differ(o, name, now):
+            warn_user(f'AutoResume continues with the earlier value, since this differs: {text}')
         else: errors.append(text)
     if errors:
-        raise ValueError(f"this fit cannot be resumed from {file}, since it has {'; '.join(errors[:8])}: use the same "
-                         "settings, seed the split of the data and lr_find, or pass AutoResume(restart=True) to start "
-                         "over, or another fname")
+        raise ValueError(f"this fit cannot be resumed from {file}, since this differs: {'; '.join(errors[:8])}. Use "
+                         "the same settings, seed the split of the data and lr_find, or pass AutoResume(restart=True) "
+                         "to start over, or another fname")
 
 def unchanged_parts(begun:dict, digests:dict)->list:
     """Returns the parts that the saved fit had not changed when it was saved. The value of any other part, and of all
     inside it, comes from the file, so it need not be what it was when the fit began: for example a list of losses,
     which is empty in a new process, but not if the same Learner goes on after Ctrl-C"""
     # Settings, and parts that the file could not keep, have no digest when it was saved: they count as unchanged
-    changed = tuple(f'{part}.' for part,then in begun.items() if digests.get(part, then) != then)
+    changed = [f'{part}.' for part,then in begun.items() if digests.get(part, then) != then]
     # What is inside 'cb.losses' begins with 'cb.losses.', and 'cb.losses_n' does not
-    return [part for part in begun if not f'{part}.'.startswith(changed)]
+    return [part for part in begun if not f'{part}.'.startswith(tuple(changed))]
 
 # %% ../../nbs/resuming/04_identity.ipynb #6c2e91d4
 def text_of(part:str)->str:

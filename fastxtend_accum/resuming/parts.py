@@ -16,7 +16,7 @@ from ..windows.state import random_states,restore_value,set_random_states
 
 # %% auto #0
 __all__ = ['CONTENT', 'generators', 'with_attributes', 'holders', 'root_of', 'is_data', 'SharedGenerators', 'library_of',
-           'is_of_python', 'is_window_callback', 'is_set_anew', 'hooks_of', 'data_of', 'attributes_of', 'content_of',
+           'is_of_python', 'is_window_callback', 'is_left_out', 'hooks_of', 'attributes_of', 'content_of',
            'set_content', 'set_tensor']
 
 # %% ../../nbs/resuming/00_parts.ipynb #75851d9e
@@ -79,8 +79,11 @@ def is_window_callback(o)->bool:
     "Returns whether `o` is a `WindowCallback`, by the name of the class: this folder imports no callback"
     return isinstance_str(o, 'WindowCallback')
 
-def is_set_anew(o, name:str, value)->bool:
-    "Returns whether an attribute of `o` is left out of files, because each process sets it by itself"
+def is_left_out(o, name:str, value)->bool:
+    """Returns whether an attribute of `o` is no state, because each process sets it by itself. Of the attributes of a
+    class, only those are state that have no underscore, and are no methods or properties"""
+    if isinstance(o, type):
+        return name.startswith('_') or callable(value) or hasattr(value, '__get__')
     if isinstance(value, RemovableHandle) or library_of(type(value)) in _outside:
         return True
     if value is sys.stdout or value is sys.stderr: return True
@@ -90,8 +93,8 @@ def is_set_anew(o, name:str, value)->bool:
     return any(f'{kind.__name__}.{name}' in _left_out for kind in type(o).__mro__)
 
 # %% ../../nbs/resuming/00_parts.ipynb #0afe9ee0
-# The classes of Python's standard library whose objects may have attributes that users set
-with_attributes = SimpleNamespace,Namespace,UserDict,UserList,types.FunctionType
+# The classes of Python's standard library whose objects may have attributes that users set. Classes are of class `type`
+with_attributes = type,SimpleNamespace,Namespace,UserDict,UserList,types.FunctionType
 
 _hooks = '_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks _post_accumulate_grad_hooks'.split()
 
@@ -99,21 +102,12 @@ def hooks_of(o)->list:
     "Returns the dicts of hooks of a layer or a weight, since a hook may have a state. Other objects have none"
     return [getattr(o, name, None) for name in _hooks] if isinstance(o, (nn.Module,Tensor)) else []
 
-def data_of(kind:type)->dict:
-    "Returns the attributes of a class that may be data: those without an underscore that cannot be called"
-    res = {}
-    for name,value in vars(kind).items():
-        is_method = callable(value) or hasattr(value, '__get__')  # or a property, for example
-        if not name.startswith('_') and not is_method: res[name] = value
-    return res
-
 def attributes_of(o)->dict:
     """Returns the attributes of an object by name. Most objects of Python's standard library, such as a lock or a pool,
     have none that can be set"""
-    if isinstance(o, type): return data_of(o)
     has_attributes = isinstance(o, with_attributes) or not is_of_python(type(o))
     attributes = getattr(o, '__dict__', {}) if has_attributes else {}
-    return {name:value for name,value in attributes.items() if not is_set_anew(o, name, value)}
+    return {name:value for name,value in attributes.items() if not is_left_out(o, name, value)}
 
 # %% ../../nbs/resuming/00_parts.ipynb #639ca9b9
 # Content
@@ -135,6 +129,7 @@ def content_of(o):
         has_grad = o.grad is not None
         grad = o.grad if has_grad and o.grad.any() else None
         return o.detach(),o.requires_grad,has_grad,grad
+    if isinstance(o, random.SystemRandom): return None  # it draws from the operating system
     if isinstance(o, random.Random):
         return o.getstate()
     if isinstance(o, np.random.Generator):

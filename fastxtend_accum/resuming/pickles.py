@@ -11,7 +11,6 @@ from collections import Counter,OrderedDict,deque
 from functools import _lru_cache_wrapper
 from numbers import Integral,Number
 from pathlib import PurePath
-from typing import NamedTuple
 import copyreg,io,pickle,zlib
 
 from fastai.basics import *
@@ -21,8 +20,7 @@ from torch.storage import TypedStorage
 from .parts import is_data,is_of_python,with_attributes
 
 # %% auto #0
-__all__ = ['allowed', 'LONG', 'LARGE', 'SAMPLE', 'name_of', 'full_name', 'is_value', 'object_at', 'bound', 'Digest',
-           'DigestPickler']
+__all__ = ['allowed', 'LONG', 'LARGE', 'SAMPLE', 'name_of', 'full_name', 'is_value', 'object_at', 'bound', 'Digest']
 
 # %% ../../nbs/resuming/01_pickles.ipynb #ae7512fa
 # What is pickled by its value, and what by its name
@@ -62,15 +60,15 @@ def is_value(o)->bool:
 
 def object_at(path:str):
     """Stands in a pickle for an object that has a path. A pickle can only say "call this function with this argument",
-    so it says "call `object_at` with this path". When the pickle is read, `Graph.find_class` replaces `object_at`,
-    which does nothing, by a look-up of the path"""
+    so it says "call `object_at` with this path". When the pickle is read, a `Graph` has a look-up of paths under the
+    name of `object_at`, which does nothing"""
 
 def bound(function, o):
     "Returns a method of an object or a class, for callbacks that keep one, as MixUp does"
     return types.MethodType(function, o)
 
 _makers = [
-    object_at, bound, np.ndarray, np.dtype,
+    bound, np.ndarray, np.dtype,
     np.array(0).__reduce__()[0], np.float32(0).__reduce__()[0],  # what NumPy's pickles call
     TensorBase, TensorImage, TensorMask, TensorCategory,
     slice, range, type(Path()), random.Random, SimpleNamespace, *_plain, *_containers]
@@ -83,16 +81,11 @@ LONG = 1000 # items
 LARGE = 2**20 # bytes
 SAMPLE = 2**16 # bytes or elements
 
-class Digest(NamedTuple):
-    "Tells whether two values are equal, which may be in different processes"
-    value:str|int|None  # a short number or string itself, so that users can read what differs; else a checksum, or None
-    not_kept:str|None  # why no file may hold the value; None if one may
-    folders:list  # of the paths in the value, which its checksum leaves out
-
 # %% ../../nbs/resuming/01_pickles.ipynb #2247b476
-class DigestPickler(pickle.Pickler):
-    """Takes the digest of the value of a part, from the bytes that pickle makes of it. Pickle calls `reducer_override`
-    and `persistent_id` for each object in the value, to let a subclass decide what it writes"""
+class Digest(pickle.Pickler):
+    """Tells whether two values of a part are equal, which may be in different processes, by the bytes that pickle makes
+    of them. Pickle calls `reducer_override` and `persistent_id` for each object in a value, to let a subclass decide
+    what it writes"""
     def __init__(self,
         graph, # The `Graph` to which the part belongs
         part:str, # Its name
@@ -105,21 +98,21 @@ class DigestPickler(pickle.Pickler):
         self.part = part
         self.adds = adds
         self.is_data = is_data(part)
-        self.not_kept = None
-        self.folders = []
+        self.value = None  # what is compared: a checksum, or a short number or string itself, so that users can read it
+        self.not_kept = None  # why no file may hold the value; None if one may
+        self.folders = []  # of the paths in the value, which its checksum leaves out
         self.n_bytes = 0  # in the tensors and arrays of the value
 
-    def digest(self, value)->Digest:
-        "Returns the digest. Its value is None if pickle cannot write what it is of"
-        res = None
+    def take(self, value)->Digest:
+        "Takes the digest of a value, and returns this object. Its `value` stays None if pickle cannot write the value"
         try:
             self.dump(value)  # calls the methods below
             is_short = type(value) in _plain and len(str(value)) <= 100
-            res = repr(value) if is_short else zlib.crc32(self.file.getvalue())
+            self.value = repr(value) if is_short else zlib.crc32(self.file.getvalue())
         except Exception as e: self.not_kept = str(e) or repr(e)  # classes raise errors of all kinds
         if self.is_data and self.n_bytes > LARGE:
             self.not_kept = 'it is large'
-        return Digest(res, self.not_kept, self.folders)
+        return self
 
     def reducer_override(self, o):
         """Pickle calls it for each object other than numbers, strings and containers, to ask how to make it again. If
@@ -131,34 +124,46 @@ class DigestPickler(pickle.Pickler):
             return reduced
         if isinstance(o, nn.Parameter) and not self.is_data:
             self.not_kept = 'it has a weight that was added during the fit'
-        name = name_of(o)
-        if name and name not in self.graph.named: self.not_kept = f'it has {name}'
+        self.check_name(o)
         return NotImplemented  # pickle knows how
-
-    def persistent_id(self, o):
-        """Pickle calls it for each object, and writes what it returns in place of the object, or the object itself if
-        that is None. So this is where a digest leaves out what may differ between processes, and samples what is
-        large"""
-        if type(o) is int and o in self.graph.paths:
-            self.not_kept = f'it has the id() of {self.graph.paths[o]}, which another process does not have'
-        if type(o) in _plain:
-            return None
-        if isinstance(o, TypedStorage):  # the memory of a tensor
-            return self.sample_of_memory(o._untyped_storage)
-        if isinstance(o, (np.ndarray,np.generic)):
-            return self.sample_of_array(o)
-        if isinstance(o, PurePath):
-            self.folders.append(str(o.parent))
-            return o.name
-        if isinstance(o, (set,frozenset)):
-            return type(o),*sorted(o, key=self.sort_key)
-        if self.is_data and type(o) is list and len(o) > LONG:
-            return self.sample_of_list(o)
-        return None
 
 # %% ../../nbs/resuming/01_pickles.ipynb #7d3e90b1
 @patch
-def sort_key(self:DigestPickler, o)->str:
+def persistent_id(self:Digest, o):
+    """Pickle calls it for each object, and writes what it returns in place of the object, or the object itself if
+    that is None. So this is where a digest leaves out what may differ between processes, and samples what is
+    large"""
+    if type(o) is int and o in self.graph.paths:
+        self.not_kept = f'it has the id() of {self.graph.paths[o]}, which another process does not have'
+    if type(o) in _plain:
+        return None
+    if isinstance(o, (np.ndarray,set,frozenset)): self.check_name(type(o))  # which pickle does not see then
+    if isinstance(o, TypedStorage):  # the memory of a tensor
+        storage = o._untyped_storage
+        memory = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
+        sample = self.sample(memory, len(memory), len(memory))
+        # A copy, because `numpy()` shares memory, and PyTorch could not resize the tensor afterwards
+        return sample.clone().cpu().numpy().tobytes()
+    if isinstance(o, (np.ndarray,np.generic)):  # NumPy 1 and 2 pickle the same number in different ways
+        # No list, since pickle asks about a list again, and would sample it
+        return str(o.dtype),o.shape,*self.sample(o.flat, o.size, o.nbytes).tolist()
+    if isinstance(o, PurePath):
+        self.folders.append(str(o.parent))
+        return o.name
+    if isinstance(o, (set,frozenset)):
+        return tuple(sorted(o, key=self.sort_key))
+    if self.is_data and type(o) is list and len(o) > LONG:
+        return self.sample_of_list(o)
+    return None
+
+@patch
+def check_name(self:Digest, o):
+    "If `o` is a class or a function that no file may name, `not_kept` says so"
+    name = name_of(o)
+    if name and name not in self.graph.named: self.not_kept = f'it has {name}'
+
+@patch
+def sort_key(self:Digest, o)->str:
     """Returns a string that puts the items of a set in the same order in each process: the path of an object, since two
     layers may print the same, the name of a class or a function, or what a value prints. Raises PicklingError if that
     is an address, such as '<Cat object at 0x7f...>', which another process does not have"""
@@ -167,7 +172,7 @@ def sort_key(self:DigestPickler, o)->str:
     return text
 
 @patch
-def sample_of_list(self:DigestPickler, o:list)->tuple|None:
+def sample_of_list(self:Digest, o:list)->tuple|None:
     """Returns the length and about 100 items of a list of samples, whose size is unknown. But returns None for a list
     of numbers, which may be the order of the samples, a part of the state: all of them count, whatever their number"""
     if isinstance(o[0], Integral):
@@ -176,20 +181,8 @@ def sample_of_list(self:DigestPickler, o:list)->tuple|None:
     return len(o),o[::len(o)//100]
 
 @patch
-def sample_of_array(self:DigestPickler, o)->tuple:
-    """Returns classes, shape, and about `SAMPLE` numbers of an array or a number of NumPy, whose versions 1 and 2
-    pickle the same number in different ways"""
-    self.n_bytes += o.nbytes
-    step = o.size//SAMPLE+1
-    numbers = o.flat[::step].tolist()
-    kind = type(np.asanyarray(o))  # an array of a number; another class, such as a masked array, stays as it is
-    return kind,str(o.dtype),o.shape,*numbers  # no list, since pickle asks about a list again, and would sample it
-
-@patch
-def sample_of_memory(self:DigestPickler, storage:torch.UntypedStorage)->bytes:
-    "Returns about `SAMPLE` bytes of a tensor's memory, evenly spaced"
-    memory = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
-    self.n_bytes += len(memory)
-    step = len(memory)//(2*SAMPLE)*2+1  # odd, so that the sample has each of the bytes that a number consists of
-    sample = memory[::step].clone()  # `numpy()` shares memory, and PyTorch could not resize the tensor afterwards
-    return sample.cpu().numpy().tobytes()
+def sample(self:Digest, numbers, n:int, n_bytes:int):
+    "Returns about `SAMPLE` of these `n` numbers of a tensor or an array, evenly spaced"
+    self.n_bytes += n_bytes
+    step = n//(2*SAMPLE)*2+1  # odd, so that a sample of bytes has each of the bytes that a number consists of
+    return numbers[::step]
