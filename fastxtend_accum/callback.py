@@ -243,6 +243,7 @@ def check(self:WindowCallback, plan:EpochPlan):
     "Raises ValueError if the callback is not compatible with its Learner. Called before each epoch, with its plan"
     check_learner(self.learn, self)
     self.check_loop()
+    # FSDP sums gradients in the precision of the weights: an error if that is half precision
     has_half = any(p.dtype in half for p in trained_params(self.learn.opt))
     self.loop.fit.processes.check_model(has_half)
 

@@ -99,8 +99,8 @@ def sizes_by_argument(self:GradientAccumulationSchedule)->dict:
 @patch
 def remainder_for(self:GradientAccumulationSchedule, dl)->str:
     """Returns `remainder` if the user passed it. The default is 'carry': all windows but the last one of the fit have
-    the size that the schedule asks for, and late windows, which may be larger than an epoch, lose no samples. For a
-    model that carries state from batch to batch, it is 'step', so that no window spans two epochs"""
+    at least the size that the schedule asks for, and late windows, which may be larger than an epoch, lose no samples.
+    For a model that carries state from batch to batch, it is 'step', so that no window spans two epochs"""
     if self.remainder: return self.remainder
     return 'step' if self.learn and is_stateful(self.learn) else 'carry'
 

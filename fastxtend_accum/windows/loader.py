@@ -59,11 +59,11 @@ def dataset_size(dl)->int|None:
     return first(o for o in sizes if o is not None)
 
 # %% ../../nbs/windows/08_loader.ipynb #bc7dde7c
-# There are three counts of a batch. Nearly always, all of them are equal:
+# A batch has three counts. Nearly always, all of them are equal:
 #
 # samples   as the DataLoader counts them once the batch is loaded. They fill windows, and loggers show them
 # expected  samples that the batch was expected to have before it was loaded. Windows are planned by these, and they
-#           measure how far the epoch has come
+#           measure how far the epoch has got
 # rows      of its tensors, along which a batch is sliced
 #
 #                                                                       samples  expected  rows
@@ -96,7 +96,7 @@ def loader_info(
     if bs is None:
         n_expected = n_batches*batch_size if batch_size else n_batches
         return LoaderInfo(batch_size, states_batch_size=False, n_expected=n_expected, has_exact_length=False)
-    bs = int(bs)  # it may be a number of NumPy, which lacks methods of an int
+    bs = int(bs)  # it may be a NumPy number, which lacks some methods of int
     estimate = LoaderInfo(bs, states_batch_size=True, n_expected=n_batches*bs, has_exact_length=False)
     n_samples = dataset_size(dl)
     if n_samples is None: return estimate
@@ -213,7 +213,7 @@ class EpochPlan:
         return (self.epoch+position)/self.n_epoch
 
     def fraction_of_samples(self, samples:int)->float:
-        "Returns which fraction of the epoch this many `samples` are. It is negative while carried batches are read"
+        "Returns what fraction of the epoch this many `samples` make up; it is negative while carried batches are read"
         return samples/max(self.info.n_expected, 1)
 
     def position(self, samples:int)->float:
@@ -229,7 +229,7 @@ class EpochPlan:
         return bisect_right(self.ends, samples)/len(self.windows)  # of windows that end at or before `samples`
 
     def shape(self, samples:int)->WindowShape:
-        "Returns the shape of the windows that begin with a loader batch, if it begins after this many samples"
+        "Returns the shape of a window that begins with a loader batch, after this many samples of the epoch"
         if self.smallest == self.largest: return self.smallest
         position = self.fraction_of_samples(samples)
         size = self.size_at_pct(self.pct_train(position))
@@ -303,7 +303,7 @@ class EpochBatches(GetAttr):
         n_rounds:int, # Rounds of fastai's loop
     ):
         store_attr('dl,plan,loop,n_rounds')
-        # How batches come
+        # How batches are read
         self.read = iter  # `read(dl)` yields its batches. AutoResume sets another function in `read_with`
         self.source = None  # `reading` sets it: yields each batch as a list, of its pieces or of the batch alone
         self.waiting = deque(carried)  # batches that were loaded, or carried, and have not run
@@ -433,8 +433,8 @@ def finish_epoch(self:EpochBatches, unfinished:list[LoaderBatch]):
     if self.plan.remainder == 'carry':
         while self.load_next(): pass  # all that the DataLoader has left
         self.left_over = [*unfinished, *self.waiting]
-    # fastai's DataLoader calls `after_iter` itself at its end. It does not come there if the last batches are dropped,
-    # because these are not loaded. If all batches are dropped, it has not even begun
+    # fastai's DataLoader calls `after_iter` itself at its end. It never gets there if the last batches are dropped,
+    # because these are not loaded. If all batches are dropped, it has not even started
     if self.n_loaded and not self.has_found_end and hasattr(self.dl, 'after_iter'): self.dl.after_iter()
 
 # %% ../../nbs/windows/08_loader.ipynb #917408b2

@@ -122,7 +122,7 @@ class WindowLoop:
         self.learn = fit.learn
         self.send = fit.send
         self.cb = fit.cb
-        # Whether a window is one batch to loggers: always in `lr_find`, which tries one rate for each batch
+        # Whether loggers see a window as one batch: always in `lr_find`, which tries one rate for each batch
         self.log_accum_batch = fit.cb.log_accum_batch or is_finding_rate(fit.learn)
         self.strategy = strategy
         self.loggers = loggers
@@ -332,7 +332,7 @@ def load_batch(self:WindowLoop):
 @patch
 def rows_of_batch(self:WindowLoop)->int:
     "Returns the number of rows that `learn` holds. A callback may have made several of each sample, such as two views"
-    return n_rows((*self.learn.xb, *self.learn.yb), self.batches.current.rows)
+    return n_rows((*self.learn.xb, *self.learn.yb), expected=self.batches.current.rows)
 
 @patch
 def may_be_carried(self:WindowLoop)->bool:

@@ -33,7 +33,7 @@ class Progress:
     def correct(self, samples:int):
         """Called after the batches of a round, before `after_batch`. There fastai's TrainEvalCallback, whose order is
         -10, first adds the same amount to `pct_train` in each round. So this sets `pct_train` lower by that amount, and
-        all callbacks after TrainEvalCallback find the right position. `samples` of the epoch were read; in carried
+        all callbacks after TrainEvalCallback see the right position. `samples` of the epoch were read; in carried
         batches, this is a negative number"""
         learn = self.learn
         added_by_fastai = 1/(learn.n_iter*learn.n_epoch)

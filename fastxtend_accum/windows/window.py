@@ -101,7 +101,7 @@ class Window:
         self.losses = LossSums()  # over the micro-batches that have run; at the end, over those of all processes
         # `begin` sets these three
         self.is_single = False  # whether this process has only one micro-batch of it, and runs this one as fastai does
-        self.is_whole = False  # whether it is single, and there is only one process: its loss is the mean of the window
+        self.is_whole = False  # whether no other process has a part of it, either: its one loss is the mean already
         self.grads = None  # a GradientSums, while several micro-batches are summed
         self.kept = []  # micro-batches by which `LossCheck` finds out whether sums are exact for this loss
         self.batches = []  # copies of the loader batches that have run in it, if the next epoch may run them again
