@@ -3,4 +3,4 @@ import pytest
 
 each_layout = pytest.mark.parametrize('bs, settings', [
     (8, dict(accum_bs=32)),
-    (32, dict(micro_batch_size=8))], ids=['windows', 'split'])
+    (32, dict(micro_batch_size=8))])

@@ -5,8 +5,9 @@ from common import *
 from labels import *
 from layouts import each_layout
 from our_warnings import warnings_of
-from fastxtend_accum.windows.forward_backward import weigh_own_gradient
+from fastxtend_accum.windows.forward_backward import note_replaced_loss, weigh_own_gradient
 from fastxtend_accum.windows.losses import loss_rules
+from fastxtend_accum.windows.window import Window
 
 FLOAT32 = 1e-6
 REPLACES_LOSS = 'a callback replaces the loss (learn.loss_grad), but micro-batches keep the weights'
@@ -159,6 +160,20 @@ def test_a_callback_that_uses_the_loss_of_a_transformer_is_exact(bs, settings):
     assert_same(train(bs, GradientAccumulation(**settings)), big, FLOAT32)
 
 
+def test_the_weight_of_a_replaced_loss_matters_to_other_processes():
+    "Also if it is the only one in this process"
+    said = []
+    window = Window()
+    window.begin(None, is_single=True, n_processes=2)
+    fit = SimpleNamespace(
+        learn=SimpleNamespace(pred=None),
+        cb=GradientAccumulation(),
+        loss_check=LossCheck(mse),
+        warn_once=said.append)
+    note_replaced_loss(fit, window)
+    assert said
+
+
 # A callback runs the backward pass itself, or leaves it out
 
 class RunsBackward(Callback):
@@ -260,7 +275,7 @@ class SkipsBackward(Callback):
 @pytest.mark.parametrize('nth', [1, 3])
 @pytest.mark.parametrize('bs, settings, first_size', [
     (8, dict(accum_bs=32), 32),
-    (32, dict(micro_batch_size=8), 24)], ids=['windows', 'split'])
+    (32, dict(micro_batch_size=8), 24)])
 def test_a_micro_batch_without_a_backward_pass_is_left_out_with_one_warning(bs, settings, first_size, nth):
     "Windows close up, and a batch that is split is the rest of itself"
     learn = make_learner(bs, cbs=[GradientAccumulation(**settings), SkipsBackward(nth)])

@@ -180,7 +180,7 @@ def gan(bs, *cbs, switcher):
 
 @pytest.mark.parametrize('bs, settings, tol, switcher', [
     (32, dict(micro_batch_size='auto'), 0., partial(FixedGANSwitcher, 1, 2)),
-    (8, dict(accum_bs=32), 1e-7, partial(AdaptiveGANSwitcher, .7, .7))], ids=['one', 'windows'])  # float32
+    (8, dict(accum_bs=32), 1e-7, partial(AdaptiveGANSwitcher, .7, .7))])  # float32
 def test_networks_of_a_gan_take_turns_by_windows(bs, settings, tol, switcher):
     "As by batches of that size"
     before = weights(gan(32, switcher=switcher))
@@ -224,7 +224,7 @@ def train_other(make, bs, cb=None):
 @pytest.mark.parametrize('bs, settings, tol', [
     (8, dict(accum_bs=32), ROUNDING),
     (32, dict(micro_batch_size=8), ROUNDING),
-    (32, dict(accum_bs=32), 0.)], ids=['windows', 'split', 'one'])
+    (32, dict(accum_bs=32), 0.)])
 @pytest.mark.parametrize('make', [Bag, lazy])
 def test_models_of_other_kinds_equal_the_large_batch(make, bs, settings, tol):
     big = train_other(make, 32)

@@ -29,8 +29,8 @@ def test_it_computes_gradients_where_they_are_switched_off():
     with torch.no_grad(): assert is_inexact(row.loss_func, kept_parts(row.loss_func, row.pred, row.targets))
 
 
-@pytest.mark.parametrize('autocasts', [False, True], ids=['float32', 'autocast'])
-@pytest.mark.parametrize('sizes', [(8, 8), (8, 5), (3, 2)], ids=str)
+@pytest.mark.parametrize('autocasts', [False, True])
+@pytest.mark.parametrize('sizes', [(8, 8), (8, 5), (3, 2)])
 @pytest.mark.parametrize('margin', [0.1, 10])
 def test_it_tells_exact_losses_from_others_by_a_wide_margin(margin, sizes, autocasts, monkeypatch):
     "In micro-batches of even, odd and small sizes, their errors are ten times below its tolerance, or ten times above"
@@ -47,7 +47,7 @@ def test_it_tells_exact_losses_from_others_by_a_wide_margin(margin, sizes, autoc
 @pytest.mark.parametrize('weight', [1e-2, 1e-5, 1e-8])
 @pytest.mark.parametrize('loss_of_head, expected', [
     (lambda scores: info_nce(scores, scores), True),
-    (lambda scores: scores.pow(2).mean(), False)], ids=['compares', 'mean'])
+    (lambda scores: scores.pow(2).mean(), False)])
 def test_a_small_head_in_an_output_of_its_own_is_seen_beside_a_large_loss(loss_of_head, expected, weight):
     def loss_func(pred, targ):
         return F.mse_loss(pred['body'], targ) + weight*loss_of_head(pred['heads'][0])
@@ -76,7 +76,7 @@ def test_it_is_silent_about_what_it_cannot_compare(loss_func, preds):
     assert not is_inexact(loss_func, micro_batches)
 
 
-@pytest.mark.parametrize('as_count', [int, tensor], ids=['number', 'tensor'])
+@pytest.mark.parametrize('as_count', [int, tensor])
 def test_a_window_whose_labels_are_all_ignored_is_not_said_to_be_inexact(as_count):
     "There is nothing to average over; on a GPU the counts stay tensors"
     labels = torch.full((2, 8), -100)

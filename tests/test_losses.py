@@ -157,10 +157,9 @@ def test_a_batch_whose_labels_are_all_ignored_has_a_loss_of_0_in_the_log():
     assert 0 < second < first
 
 
-@pytest.mark.parametrize('as_tensor', [False, True], ids=['number', 'tensor'])
+@pytest.mark.parametrize('as_tensor', [False, True])
 @each_layout
-@pytest.mark.parametrize('make', [lambda: mean_of_known, ScaledMean, lambda: loss_alone],
-                         ids=['function', 'module', 'model'])
+@pytest.mark.parametrize('make', [lambda: mean_of_known, ScaledMean, lambda: loss_alone])
 def test_a_micro_batch_without_items_adds_nothing(make, bs, settings, as_tensor, monkeypatch):
     "Also if its loss is 0/0. On a GPU the count stays a tensor; the NaN of a sample is seen"
     if as_tensor:
@@ -382,7 +381,7 @@ def test_a_loss_without_a_rule_goes_by_rows(loss_func):
     assert loss_items(loss_func, VALUES, BINARY, rows=5) == 5
 
 
-@pytest.mark.parametrize('args', [(VALUES, TARGETS, TARGETS), ((VALUES, VALUES), TARGETS)], ids=['three', 'a_tuple'])
+@pytest.mark.parametrize('args', [(VALUES, TARGETS, TARGETS), ((VALUES, VALUES), TARGETS)])
 def test_a_built_in_rule_counts_no_other_arguments_than_two_tensors(args):
     class OfSeveral(nn.MSELoss): "May take more, or tuples"
     assert loss_items(OfSeveral(), *args, rows=8) == 8

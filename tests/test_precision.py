@@ -52,7 +52,7 @@ def test_the_scaler_acts_once_a_window():
     assert [o.call_count for o in counts.calls.values()] == [6, 6, 6]
 
 
-@pytest.mark.parametrize('struck', [[1, 2], [0, 1, 2], range(6)], ids=str)
+@pytest.mark.parametrize('struck', [[1, 2], [0, 1, 2], range(6)])
 def test_overflows_are_logged_as_in_the_large_batch(struck):
     "A whole epoch of them, too, which `SaveModelCallback` monitors"
     def train(bs, struck, *cbs):

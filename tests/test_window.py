@@ -10,7 +10,7 @@ from fastxtend_accum.windows.window import LossSums, Outcome, Window, power_of_t
 
 # Weights
 
-@pytest.mark.parametrize('weight', [0, tensor(0.)], ids=['number', 'tensor'])
+@pytest.mark.parametrize('weight', [0, tensor(0.)])
 def test_the_gradient_of_the_mean_of_nothing_is_0(weight):
     pred = torch.ones(3, requires_grad=True)
     output = pred*2

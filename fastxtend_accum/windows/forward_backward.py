@@ -128,7 +128,7 @@ def note_replaced_loss(fit:FitContext, window:Window):
     """Called if a callback has replaced the loss. Stops the check, which computes losses by the loss function. Warns if
     only the loss function says how many items there are, because the new loss may average over something else"""
     fit.loss_check.stop()
-    if window.is_single: return  # there is only one loss, so its weight hardly matters
+    if window.is_whole: return  # it is the only loss, so its weight does not matter
     if fit.cb.num_items is None and n_model_labels(fit.learn) is None:
         fit.warn_once("a callback replaces the loss (learn.loss_grad), but micro-batches keep the weights of the loss "
                       "before it: if the new one averages over something else, pass num_items")
