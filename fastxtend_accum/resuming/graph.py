@@ -171,11 +171,14 @@ def reduced(self:Graph, o):
 # %% ../../nbs/resuming/02_graph.ipynb #5e1f3c20
 @patch
 def find_class(self:Graph, module:str, name:str):
-    """Returns the class or function that a pickle names. If a file may not name it, returns a function that raises
+    """Returns the class or function that a pickle names. If a file may not name it, returns a class that raises
     UnpicklingError when the pickle calls it. Naming it is no error yet: a file may belong to another fit, and has to be
     read before `check_same` can tell how the two differ"""
-    def refuse(*args): raise pickle.UnpicklingError(f'a file of AutoResume cannot name {module}.{name}')
-    return self.named.get(full_name(module, name), refuse)
+    class Refused:
+        def __new__(cls, *args):
+            raise pickle.UnpicklingError(f'a file of AutoResume cannot name {module}.{name}: use the version that '
+                                         'wrote the file, or pass AutoResume(restart=True) to start over')
+    return self.named.get(full_name(module, name), Refused)
 
 def pickling(graph:Graph):
     "Returns what `torch.save` and `torch.load` use in place of the module `pickle`"
