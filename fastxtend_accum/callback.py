@@ -115,16 +115,18 @@ def is_validating(learn)->bool:
 
 @patch
 def extend_lr_find(self:WindowCallback, finder:LRFinder):
-    """Gives a fit with an LRFinder enough epochs for `num_it` windows, if it has enough for `num_it` loader batches, as
-    a fit by `lr_find` has. Too many epochs do no harm: the finder ends the fit after `num_it` iterations"""
+    """Gives a fit of `lr_find` enough epochs for `num_it` windows, since each iteration is a window. Too many epochs do
+    no harm: the finder ends the fit after `num_it` iterations"""
     learn = self.learn
     dl = learn.dls.train
-    if learn.n_epoch*len(dl) < finder.num_it: return  # the user passed the LRFinder to a fit that ends earlier
-    plan = self.plan_of(dl, epoch=0, n_epoch=learn.n_epoch)
-    first_window = plan.shape(0)  # with an LRFinder, all windows have this shape
-    # Twice as many, because an epoch may drop almost half of its batches: of 7, a window has 4, and 3 are too few for a
-    # second one
-    learn.n_epoch *= 2*first_window.n_batches
+    # `lr_find` gives its fit the fewest epochs with `num_it` loader batches. With fewer or more epochs, the user
+    # passed the LRFinder to a fit of their own
+    is_lr_find = finder.num_it <= learn.n_epoch*len(dl) <= finder.num_it+len(dl)
+    if not is_lr_find: return
+    plan = self.plan_of(dl, 0, learn.n_epoch)
+    # With an LRFinder, all windows have the shape of the first one. Twice as many epochs, because an epoch may drop
+    # almost half of its batches: of 7, a window has 4, and 3 are too few for a second one
+    learn.n_epoch *= 2*plan.shape(0).n_batches
 
 # %% ../nbs/05_callback.ipynb #6f0aaeb2
 @patch

@@ -77,11 +77,6 @@ def fit_situation(situation, bs, cbs):
     return learn
 
 
-def name_of(o):
-    "Returns the name of a class or a function, for the name of a test"
-    return getattr(o, '__name__', None)
-
-
 # Comparisons
 
 def noted(learn):

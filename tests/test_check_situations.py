@@ -43,7 +43,7 @@ def check(situation, way='windows', **kwargs):
 
 
 @pytest.mark.thin(2)
-@pytest.mark.parametrize('cls,way', FOUND, ids=name_of)
+@pytest.mark.parametrize('cls,way', FOUND)
 def test_the_callback_that_makes_another_training_is_named(cls, way):
     assert check(cls.learner, way).reasons == [f'{cls.__name__} acts on 3 samples at a time']
 
@@ -101,7 +101,7 @@ def test_layers_in_which_samples_act_on_each_other_are_found(make_layer, reasons
 
 
 @pytest.mark.parametrize('cls', [
-    DropsEasySamples, Repeats, ChoosesBatches, CountsCorrect], ids=name_of)
+    DropsEasySamples, Repeats, ChoosesBatches, CountsCorrect])
 def test_callbacks_that_train_as_with_the_large_batch_give_no_false_alarm(cls):
     result = check(cls.learner)
     assert result.equal, str(result)

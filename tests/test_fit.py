@@ -5,6 +5,7 @@ from common import *
 from fastxtend_accum.resuming.graph import Graph
 from fastxtend_accum.resuming.identity import text_of
 from fastxtend_accum.resuming.parts import CONTENT
+from fastxtend_accum.resuming.signals import HeldSignals, held_signals
 from resumed import assert_same_end, learner, leave_out, new_process, stop, train, whole
 
 
@@ -46,14 +47,15 @@ def test_a_later_save_that_is_impossible_is_a_warning(monkeypatch):
     "It says the system's reason; training goes on"
     expected = whole(lambda: train(learner()))
     write = Graph.write
-    n_saves = []
+    n_saves = itertools.count()
 
     def fail(self, o, file):
         is_file = not isinstance(file, io.BytesIO)
-        n_saves.extend([1]*is_file)
-        if is_file and len(n_saves) > 1: raise OSError('no space left on device')
+        if is_file and next(n_saves): raise OSError('no space left on device')
         write(self, o, file)
     monkeypatch.setattr(Graph, 'write', fail)
+    monkeypatch.setattr(held_signals, 'waiting', 15)  # it is also saved in validation
+    monkeypatch.setattr(HeldSignals, 'deliver', noop)
     new_process(seed=1)
     with pytest.warns(UserWarning, match='no space left.*since the last save is lost'): learn = train(learner())
     assert_same_end(learn, expected)

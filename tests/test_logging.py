@@ -298,12 +298,13 @@ def test_lr_find_has_all_its_iterations(n, bs, accum_bs, num_it, remainder):
     assert len(losses(learn)) == len(rates)
 
 
-def test_a_fit_with_an_lr_finder_of_the_users_has_the_epochs_that_were_asked_for():
+@pytest.mark.parametrize('n_epoch, n_losses', [(3, 18), (20, 100)])
+def test_a_fit_with_an_lr_finder_of_the_users_has_the_epochs_that_were_asked_for(n_epoch, n_losses):
     learn = make_learner(16, n=96, cbs=GradientAccumulation(16))
     finder = LRFinder(num_it=100, stop_div=False)
-    with quiet(learn): learn.fit(3, cbs=finder)
-    assert learn.n_epoch == 3
-    assert len(losses(learn)) == 18
+    with quiet(learn): learn.fit(n_epoch, cbs=finder)
+    assert learn.n_epoch == n_epoch
+    assert len(losses(learn)) == n_losses
 
 
 def items_but_in_the_second_batch(learn):

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-import fastxtend_accum
 import make_readme
 from cells import root
 from pages import cfg
@@ -74,5 +73,4 @@ def test_readme_says_which_versions_are_the_oldest():
 
 def test_the_version_is_that_of_the_settings():
     heading = re.search(r'^## (.*)', text_of('CHANGELOG.md'), re.M)[1]
-    assert fastxtend_accum.__version__ == settings['version']
     assert settings['version'] in heading.split()

@@ -17,7 +17,7 @@ CASES = [
     *paired(SAME, WAYS), *[(cls, 'split') for cls in SAME_IF_SPLIT], *[(cls, 'windows') for cls in SAME_IN_WINDOWS]]
 
 
-@pytest.mark.parametrize('cls,way', CASES, ids=name_of)
+@pytest.mark.parametrize('cls,way', CASES)
 def test_the_fit_is_that_of_the_large_batch(cls, way): assert_as_large(cls.learner, way)
 
 
@@ -33,7 +33,7 @@ def test_a_loss_that_a_callback_changes_is_that_of_the_large_batch_and_a_warning
 
 @pytest.mark.parametrize('cls,way,warning', [
     (BalancesBatch, 'windows', REPLACES_LOSS),
-    (HooksGradientsLater, 'split', 'parameters have hooks')], ids=name_of)
+    (HooksGradientsLater, 'split', 'parameters have hooks')])
 def test_the_fit_is_another_one_and_a_warning_says_so(cls, way, warning):
     with pytest.warns(match=warning): assert_other_weights(cls.learner, way)
 
@@ -46,7 +46,7 @@ def test_outputs_that_a_callback_cuts_down_are_an_error_if_batches_are_split():
 
 # Limits that the pages name. If one of these tests fails, that limit is gone: take it off its page, too
 
-@pytest.mark.parametrize('cls', [MixesNeighbours, SharpnessAware, ClassCounts, SchedulesByLoader], ids=name_of)
+@pytest.mark.parametrize('cls', [MixesNeighbours, SharpnessAware, ClassCounts, SchedulesByLoader])
 def test_limit_on_the_page_a_callback_that_acts_by_the_batch_or_its_number_sees_loader_batches(cls):
     assert_other_weights(cls.learner, 'windows')
 
@@ -56,6 +56,6 @@ def test_limit_on_the_page_what_a_callback_takes_back_in_a_pass_is_lost_to_the_n
     assert_other_weights(PerturbsWeights.learner, 'split')
 
 
-@pytest.mark.parametrize('cls,way', [(NotesHits, 'windows'), (NotesNorms, 'split')], ids=name_of)
+@pytest.mark.parametrize('cls,way', [(NotesHits, 'windows'), (NotesNorms, 'split')])
 def test_limit_on_the_page_events_of_a_pass_come_once_a_micro_batch_and_the_batch_is_the_last_one(cls, way):
     assert_other_notes(cls.learner, way)

@@ -13,7 +13,7 @@ OF_WHOLE_BATCHES = [centered_by_collate, centered_by_transform]
 def test_batches_of_another_form_train_as_the_large_batch(name, way): assert_as_large(FORMS[name].learner, way)
 
 
-@pytest.mark.parametrize('make_loader,way', [*itertools.product(SAME, WAYS)], ids=name_of)
+@pytest.mark.parametrize('make_loader,way', [*itertools.product(SAME, WAYS)])
 def test_the_fit_is_that_of_the_large_batch(make_loader, way): assert_as_large(learner_on(make_loader), way)
 
 
@@ -23,7 +23,7 @@ def test_where_loader_batches_are_logged_the_weights_are_those_of_the_large_batc
     assert_same_weights(small, fit_large(situation), ROUNDING)
 
 
-@pytest.mark.parametrize('make_loader', [of_batches, *OF_WHOLE_BATCHES], ids=name_of)
+@pytest.mark.parametrize('make_loader', [of_batches, *OF_WHOLE_BATCHES])
 def test_the_fit_is_that_of_the_large_batch_if_it_is_split(make_loader):
     assert_as_large(learner_on(make_loader), 'split')
 

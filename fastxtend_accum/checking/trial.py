@@ -120,15 +120,17 @@ def use_whole_batches(learn):
 
 # %% ../../nbs/checking/01_trial.ipynb #c9e606c0
 class Seeds(Callback):
-    "Sets a seed for each step, so that both ways of training draw the same random numbers for the same samples"
+    """Sets a new seed in each step, so that both ways of training begin each window with the same random state, and
+    draw the same numbers except in the passes of the model"""
     order = -1000  # before all others
 
     def before_step(self):
         set_seed(torch.initial_seed()+1)  # PyTorch's generator knows the seed that was set last
 
     def after_pred(self):
-        """Draws a random number after each pass of the model. Otherwise dropout would not differ: on a CPU, the
-        micro-batches in turn draw the same numbers as the whole batch at once"""
+        """Draws a random number after each pass of the model, so that the check sees that dropout differs. Without this
+        it would not see it on a CPU, where the micro-batches, one after another, draw the same numbers as the whole
+        batch"""
         torch.rand(1)
 
     def after_batch(self): self.learn.loss = self.loss.float()  # fastai's Recorder cannot average float64

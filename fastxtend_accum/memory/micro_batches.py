@@ -61,10 +61,9 @@ def chunk_bounds(
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #2742d7f0
 def check_samples_first(b, n:int, samples:int):
-    """Raises ValueError if the first dimension of the tensors in `b`, of `n` rows, is probably time: there are not as
-    many rows as samples, but the second dimension of every tensor has that size. For example, with 4 `samples`, tensors
-    of shapes (12, 4) and (12, 4, 300): splitting the 12 rows would cut each sample into pieces. In tensors of shape
-    (4, 4), the first dimension is taken for the samples"""
+    """Raises ValueError if the tensors in `b`, of `n` rows, probably have time in their first dimension and the samples
+    in their second one. For example, tensors of shapes (12, 4) and (12, 4, 300) with 4 `samples`: splitting the 12 rows
+    would cut each sample into pieces. In tensors of shape (4, 4), the first dimension is taken for the samples"""
     if n == samples: return
     are_second = [o.ndim > 1 and o.shape[1] == samples for o in tensors_in(b)]
     if not all(are_second): return

@@ -114,7 +114,7 @@ def run_until_it_fits(self:RetryOnOutOfMemory, loop:WindowLoop):
     """Runs the batch again and again, with less memory each time, until it fits. Raises RuntimeError if no saver can
     use less memory"""
     # Gradients are 0 after each step. If there was no step since the last batch, this is a further batch of a window;
-    # or a callback cancels steps to add gradients up, as fastai's GradientAccumulation
+    # or a callback cancels steps to add gradients up, as fastai's GradientAccumulation does
     are_zero = loop.n_steps > self.n_steps
     # The first batch of this process may continue what a killed process added up
     if self.n_steps < 0: are_zero = not any(grad.any() for grad in gradients(loop.fit.params.summed))

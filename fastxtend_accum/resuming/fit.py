@@ -78,7 +78,7 @@ class SavedFit:
 def begin_training(self:SavedFit):
     """After all callbacks have begun the training part of an epoch: makes the loop read through a Reader, and save
     between windows. If the fit was saved in this epoch, the Reader first reads the batches of the epoch again from the
-    first one, with the state that they had then; only afterwards is the state in mid-epoch restored"""
+    first one, with the state that they had then. Only afterwards, the state in mid-epoch is restored"""
     batches = self.leader.loop.batches
     state = self.found['reader'] if self.found else ()
     # In that epoch, `n_loaded` is the number of batches that the killed process had read: the leader, whose
@@ -98,10 +98,10 @@ def keep_trained(self:SavedFit):
 
 @patch
 def end(self:SavedFit):
-    """After the fit: saves the final state, in case the process is killed in a later fit. If no epoch has run, that is
-    the state of the file: the saved fit was complete; or a callback has cancelled this fit before it came to the place
-    of the file, and a fit that is cancelled ends with the last state that it had"""
-    # `begin` has restored the state of a complete fit, but since then callbacks' `after_fit` may have changed it
+    """After the fit: saves the final state, in case the process is killed in a later fit. If the fit has not gone on
+    from the file, the final state is the state in the file. There are two cases: the saved fit was complete, or a
+    callback has cancelled this fit before it came to the place in the file"""
+    # In the first case `begin` restored this state, but since then, `after_fit` of callbacks may have changed it
     if self.found: self.restore()
     self.save(None)
     self.folder.end(self.learn)
@@ -137,7 +137,7 @@ def save_trained(self:SavedFit):
     digests = self.trained['processes'][self.rank]['digests']
     for part,value in self.trained['weights'].items():
         if self.graph.digest(part, value).value != digests[part]: return
-    self.write(self.trained)
+    with self.saving(): self.write(self.trained)
     held_signals.deliver()
 
 # %% ../../nbs/resuming/08_fit.ipynb #199a0ad6
@@ -145,10 +145,16 @@ def save_trained(self:SavedFit):
 
 @patch
 def save(self:SavedFit, place:dict|None):
-    "Saves the state at a `place`. Raises OSError if the first save is impossible, and warns if a later one is"
-    try:
+    "Saves the state at a `place`"
+    with self.saving():
         self.write(self.content(place))
         self.has_saved = True
+
+@patch
+@contextmanager
+def saving(self:SavedFit):
+    "In this context, raises OSError if the first save of a fit is impossible. If a later one is, warns, and goes on"
+    try: yield
     except Exception as e:
         reason = e.__context__ or e  # PyTorch hides that a disk is full, for example
         text = f'AutoResume cannot save {self.path}: {reason}'

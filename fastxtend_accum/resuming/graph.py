@@ -45,7 +45,8 @@ class Graph:
     "The objects that a Learner reached when its fit began, by path, and the digests of their parts at that time"
     def __init__(self, learn):
         self.objects = {}  # by path
-        # Classes and functions that a file may name, by name. A path that this fit does not have leads to None
+        # Classes and functions that a file may name, by name. Under the name of `object_at`, this has the look-up of
+        # paths, which returns None for a path that this fit does not have
         self.named = {**allowed, name_of(object_at): self.objects.get}
         self.paths = {}  # by the id of the object
         self.begun = {}  # digests of parts when the fit began
@@ -82,7 +83,7 @@ class Graph:
         "Adds the objects in the parts of the object at a path, and takes the digests of these parts"
         o = self.objects[path]
         for part,value in parts_of(path, o).items():
-            # `content_of` has made the values of a tensor or the state of a generator: there are no objects to be found
+            # Only the content of `holders` is other objects. The content of a tensor or a generator was made anew
             is_made = part.endswith(CONTENT) and not isinstance(o, holders)
             digest = self.digest(part, value, not is_made)
             self.begun[part] = digest.value
@@ -100,8 +101,8 @@ class Graph:
 @patch
 def allow(self:Graph, o):
     """Lets files name a class or a function, unless it has no name, or is one of Python's, of which some run code, as
-    `os.system` does. A class of the user's code is also searched like an object, since it may have data, such as a
-    count of its objects, which are not kept, and named if they change"""
+    `os.system` does. A class of the user's code is also searched like an object, by its name in place of a path. It may
+    have data, such as a count of its objects. No file keeps these data, but a warning names them if they change"""
     name = name_of(o)
     if not name or name in self.named or is_of_python(o): return
     self.named[name] = o
@@ -197,7 +198,8 @@ def state(self:Graph)->dict:
     - `weights`: the values of weights, and of the parts of the optimizer; the same in all processes, and not copied
     - `rest`: the values of the other parts, pickled
     - `digests`: of the weights and the rest
-    - `lost`: the parts that have changed since the fit began and that no file can hold, each with the reason
+    - `lost`: the parts that no file can hold and that have changed since the fit began, each with the reason. A part
+      that pickle cannot write counts as changed, because it has no digest
 
     A part that no file can hold, and that has not changed, is in none of these: the new process has the same value"""
     weights = {}

@@ -63,7 +63,8 @@ def unchanged_parts(begun:dict, digests:dict)->list:
     """Returns the parts that the saved fit had not changed when it was saved. The value of any other part, and of all
     inside it, comes from the file, so it need not be what it was when the fit began: for example a list of losses,
     which is empty in a new process, but not if the same Learner goes on after Ctrl-C"""
-    # Settings, and parts that the file could not keep, have no digest when it was saved: they count as unchanged
+    # `digests` are from when the fit was saved. It has none of settings and of parts that the file could not keep: by
+    # the default, these count as unchanged
     changed = [f'{part}.' for part,then in begun.items() if digests.get(part, then) != then]
     # What is inside 'cb.losses' begins with 'cb.losses.', and 'cb.losses_n' does not
     return [part for part in begun if not f'{part}.'.startswith(tuple(changed))]
@@ -76,8 +77,8 @@ def text_of(part:str)->str:
 # What may differ
 
 def is_never_compared(o, name:str, root)->bool:
-    """Returns whether a part of the object `o`, which the search has found from a `root`, is never compared. A script
-    that sets no seed draws new values for these parts each time, and the file's values replace them:
+    """Returns whether a part of the object `o`, which the search found from a `root`, is never compared. A script that
+    sets no seed draws new values for these parts each time, and the file's values replace them:
 
     - weights, and all tensors of the model, of the optimizer and of callbacks. But the tensors of the loss and of
       metrics are compared, such as weights of classes
@@ -87,8 +88,8 @@ def is_never_compared(o, name:str, root)->bool:
     if isinstance(o, type): return True
     if isinstance(o, nn.Module): return isinstance(vars(o).get(name), Tensor)
     if name != CONTENT: return False
-    is_drawn = isinstance(o, nn.Parameter) or not isinstance(root, (Learner,Metric))
-    return is_drawn if isinstance(o, Tensor) else isinstance(o, generators)
+    if not isinstance(o, Tensor): return isinstance(o, generators)
+    return isinstance(o, nn.Parameter) or not isinstance(root, (Learner,Metric))
 
 def may_differ(o, name:str, digest)->bool:
     """Returns whether an attribute of `o` may differ; its value then comes from the file. It may if it is

@@ -41,13 +41,13 @@ def name_of(o)->str|None:
     return full_name(o.__module__, o.__qualname__) if named is o else None
 
 def full_name(module:str, name:str)->str:
-    "Returns the name that a class or function has in both NumPy 1 and 2"
+    "Returns the full name of a class or a function. What NumPy 2 has in `numpy._core` gets its name in NumPy 1"
     return f'{module}.{name}'.replace('numpy._core', 'numpy.core')
 
 def is_value(o)->bool:
-    """Returns whether a file has the whole object wherever it is met, such as a number, an array, a list, or an object
-    with `__slots__` in place of a `__dict__`. Any other object, such as a layer or a list of a subclass, may be changed
-    in place by several owners, so a path stands for it, and the file has its parts"""
+    """Returns whether an object is pickled by its value: a number, an array, a list, or an object with `__slots__` in
+    place of a `__dict__`. Any other object, such as a layer or a list of a subclass, may be changed in place by several
+    owners, so a path stands for it, and the file has its parts"""
     kind = type(o)
     if is_of_python(kind): return not isinstance(o, _not_values)
     if isinstance(o, _values): return True
@@ -60,8 +60,8 @@ def is_value(o)->bool:
 
 def object_at(path:str):
     """Stands in a pickle for an object that has a path. A pickle can only say "call this function with this argument",
-    so it says "call `object_at` with this path". When the pickle is read, a `Graph` has a look-up of paths under the
-    name of `object_at`, which does nothing"""
+    so it says "call `object_at` with this path". This function itself is never called: when the pickle is read, a
+    `Graph` has a look-up of paths under its name"""
 
 def bound(function, o):
     "Returns a method of an object or a class, for callbacks that keep one, as MixUp does"
@@ -167,6 +167,7 @@ def sort_key(self:Digest, o)->str:
     """Returns a string that puts the items of a set in the same order in each process: the path of an object, since two
     layers may print the same, the name of a class or a function, or what a value prints. Raises PicklingError if that
     is an address, such as '<Cat object at 0x7f...>', which another process does not have"""
+    if isinstance(o, frozenset): return str(sorted(map(self.sort_key, o)))  # its items are in no order, either
     text = self.graph.paths.get(id(o)) or name_of(o) or repr(o)
     if ' at 0x' in text: raise pickle.PicklingError('it is a set of objects that have no order')
     return text
@@ -177,7 +178,7 @@ def sample_of_list(self:Digest, o:list)->tuple|None:
     of numbers, which may be the order of the samples, a part of the state: all of them count, whatever their number"""
     if isinstance(o[0], Integral):
         return None
-    self.n_bytes = math.inf
+    self.not_kept = 'it is large'
     return len(o),o[::len(o)//100]
 
 @patch

@@ -85,7 +85,8 @@ def check_learner(
     learn:Learner, # The Learner, with its optimizer
     cb:Callback, # The callback that runs the windows
 ):
-    "Raises ValueError if something in `learn` would read or change gradients before their sum is complete"
+    """Raises ValueError if something in `learn` would read or change gradients before their sum is complete, or if the
+    model has a state that cannot be copied"""
     check_callbacks(learn, cb)
     params = trained_params(learn.opt)
     if any(getattr(p, '_post_accumulate_grad_hooks', None) for p in params):
@@ -95,14 +96,15 @@ def check_learner(
         raise ValueError("the model was compiled with CUDA graphs, which can corrupt accumulated gradients: "
                          "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
     if any(isinstance_str(m, 'RecursiveScriptModule') for m in learn.model.modules()):
-        raise ValueError("torch.jit.script keeps buffers where nobody can copy them: train the model without it, and "
+        raise ValueError("torch.jit.script keeps buffers where they cannot be copied: train the model without it, and "
                          "script it afterwards")
 
 def check_callbacks(learn, cb):
     """Raises ValueError if `cb`, which runs the windows, and another callback of `learn` both accumulate gradients, or
     if a callback keeps gradients in another precision"""
     others = [o for o in learn.cbs if o is not cb and o.run and accumulates(o)]
-    # One callback may accumulate. If `cb` does not, because it is a GradientCache, for example, another one may
+    # If `cb` does not accumulate, as a GradientCache, each loader batch is a window, and cancelling it works as in
+    # fastai. So then one callback may accumulate by that, such as fastai's own
     if others and accumulates(cb):
         kind = type(others[0])
         raise ValueError(f"{kind.__module__}.{kind.__name__} also accumulates gradients: remove it, or "

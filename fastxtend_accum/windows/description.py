@@ -63,8 +63,9 @@ class Differences:
         self.changed = [m for m in after_pass if not equals(after_pass[m], before_pass[m])]
 
     def described(self, split:nn.Module)->str:
-        """Returns a sentence that names the differences; an empty string if there are none. Only `split`, the model or
-        a part of it, sees micro-batches, so only its layers are named. Other parts may have drawn the random numbers"""
+        """Returns the end of a line, '. Same as one batch, except: random numbers (dropout).' for example; an empty
+        string if there are no differences. Only `split`, the model or a part of it, sees micro-batches, so only its
+        layers are named. Other parts may have drawn the random numbers"""
         res = []
         changed = [type(o).__name__ for o in split.modules() if o in self.changed]
         if changed: res.append(f"layers with buffers ({', '.join(uniqueify(changed))})")

@@ -39,7 +39,7 @@ class Loggers:
         for rec in self.recorders:
             # What the Recorder itself has. With `rec.x`, fastai looks for `x` in the Learner and the model, too
             attrs = vars(rec)
-            attrs['accum_bs'] = []  # samples of each window; new in each fit, as the Recorder's list of losses
+            attrs['accum_bs'] = []  # samples of each window; new in each fit, like the Recorder's list of losses
             # A Recorder of fastxtend has no `train_metrics`. `rec.metrics` are the metrics of the Learner
             if attrs.get('train_metrics'): self.train_metrics += rec.metrics
 
@@ -79,7 +79,8 @@ def until_end(self:Loggers, o, name:str, value):
 
 @patch
 def pause_train_metrics(self:Loggers):
-    "Until the end of the round, training metrics see nothing"
+    """Until the end of the round, training metrics see nothing. They have seen each loader batch, by
+    `update_train_metrics`. In `after_batch`, the Recorder would show them the last one again"""
     for metric in self.train_metrics: self.until_end(metric, 'accumulate', noop)
 
 @patch

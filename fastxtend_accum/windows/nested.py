@@ -165,7 +165,8 @@ def join(
 
 def all_are_sample_lists(outputs:Sequence, sizes:list[int])->bool:
     """Guesses whether each of these outputs, which are tuples, lists or mappings, has one entry for each sample of its
-    micro-batch. For example, a model returns the boxes in each image:
+    micro-batch: yes if all have the right length, and one of them cannot be anything else. For example, a model returns
+    the boxes in each image:
 
     - for 3 images, tensors of 1, 4 and 2 boxes. These look like a list of samples
     - for 2 images, two tensors of 2 boxes. By chance, these look like two outputs of 2 rows

@@ -65,8 +65,8 @@ class Processes:
     ):
         self.learn = learn
         self.n = n_processes(learn)
-        # A process that runs a pass again would wait in it for other processes, which run theirs once. So if that may
-        # happen, no pass communicates, and `reduce_window` averages the gradients
+        # If one process may run a pass again alone, no pass may communicate: it would wait for the others, which do
+        # not run theirs again. Then `reduce_window` averages the gradients
         self.passes_are_local = may_retry
         self.has_averaged = False  # whether DDP averaged the gradients in the last backward pass
 
@@ -135,7 +135,7 @@ def average_grads(self:Processes):
     n_with_gradient = reduce_numbers(model, [p.grad is not None for p in params])
     for p,n in zip(params, n_with_gradient):
         if not n: continue
-        if p.grad is None:
+        if p.grad is None:  # `grad_dtype` is the dtype in which `GradientSums` of the other processes sum gradients
             p.grad = torch.zeros_like(p, dtype=getattr(p, 'grad_dtype', p.dtype))
         dist.all_reduce(p.grad, group=group_of(model))
         p.grad.div_(self.n)
@@ -144,7 +144,7 @@ def average_grads(self:Processes):
 @patch
 def check_model(self:Processes, has_half:bool):
     """Raises ValueError if windows could not be the same as in one process: if the model averages or sums gradients in
-    a way that cannot be changed, or if a process may run a pass again alone, but cannot"""
+    a way that cannot be changed, or if a process may have to run a pass again alone, but cannot"""
     model = self.learn.model
     name = type(model).__name__
     if getattr(model, 'static_graph', False):
