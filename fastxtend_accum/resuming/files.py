@@ -47,7 +47,7 @@ class Folder:
         self.lock = FileLock(path/'lock', thread_local=False)  # of the process: its threads may all have fits here
         self.n_begun = 0  # fits that have begun, so this is also the number of the next new fit
         self.unfinished = weakref.WeakKeyDictionary()  # the number of the fit that has not ended, by Learner
-        self.had_error = None  # what `has_error()` returned when the last fit ended; None if that fit has not ended
+        self.had_error = None  # when the last fit ended: whether there had been an error; None: it has not ended
 
     def begin(self, learn)->int:
         """Returns the number of the fit that begins. If there is a file with this number, the fit continues from it.
@@ -68,9 +68,13 @@ class Folder:
         self.n_begun = max(self.n_begun, n_begun)
 
     def end(self, learn):
-        "Records that the Learner's fit has ended without an error"
+        "Called when the Learner's fit has ended without an error. An earlier cell of a notebook may have had one"
         del self.unfinished[learn]
         self.had_error = has_error()
+
+    def is_done(self)->bool:
+        "Returns whether the last fit has ended, and no error has occurred since then"
+        return self.had_error is not None and self.had_error == has_error()
 
     def take(self):
         "Makes the folder, and locks it until the process ends. Raises RuntimeError if another process has fits here"
@@ -91,13 +95,12 @@ def has_error()->bool:
 
 @atexit.register
 def remove_files_at_exit():
-    """Removes the files of fits if the script is done, so that it starts over when it is run again. It is done if its
-    last fit has ended, and if no error has occurred since. Otherwise the files stay, and the next run continues
+    """Removes the files of fits if the script is done, so that it starts over when it is run again. Otherwise the files
+    stay, and the next run continues
 
     After an error in an earlier cell of a notebook, later errors cannot be seen: then the files are removed"""
     for folder in folders.values():
-        # If the last fit has not ended, `had_error` is None. Only process 0 has locked the folder, and writes files
-        if folder.had_error == has_error() and folder.lock.is_locked:
+        if folder.is_done() and folder.lock.is_locked:  # only process 0 has locked it, and writes files
             # Other files stay: the lock, for which another process may wait, and models that the user has saved here
             for path in folder.path.glob('[0-9]*.pth'):
                 if path.stem.isdigit(): path.unlink()

@@ -81,8 +81,8 @@ def begin_training(self:SavedFit):
     first one, with the state that they had then. Only afterwards, the state in mid-epoch is restored"""
     batches = self.leader.loop.batches
     state = self.found['reader'] if self.found else ()
-    # In that epoch, `n_loaded` is the number of batches that the killed process had read: the leader, whose
-    # `before_train` comes first, has gone to the place of the file
+    # In that epoch, `n_loaded` is the number of batches that the killed process had read: `before_train` of the leader,
+    # which comes before this, has gone to the place in the file
     self.reader = Reader(batches.dl, batches.n_loaded, *state)
     if self.found:
         self.restore()
@@ -207,7 +207,8 @@ def begin(self:SavedFit)->int:
     self.folder.count_from(found['n_begun'])
     place = found['place']
     if place:
-        # Callbacks begin the epoch again. The state in mid-epoch is restored afterwards, by `begin_training`
+        # The state in which the epoch began, since callbacks begin it again. `begin_training` restores the state in
+        # mid-epoch, after the leader has gone to the place
         self.graph.restore(found['at_epoch'])
         self.leader.begin_epoch_at(place)
     else:  # the fit had ended
@@ -239,10 +240,11 @@ def restore(self:SavedFit):
     found = self.found
     self.graph.restore(found['rest'], found['weights'])
     now = self.graph.state()['digests']
-    # Attributes that the saved fit had deleted; and, if the same Learner goes on after an error, attributes that it had
-    # not made yet when it was saved. In another process, these are new in the script, and stay
-    deleted = now.keys()-found['digests'].keys()-found['lost'].keys()
-    if not self.was_interrupted: deleted &= found['begun'].keys()
-    self.graph.delete(deleted)
+    # Attributes that the fit did not have when it was saved. If the same Learner goes on after an error, it has made
+    # them since then. In another process, they are new in the script, and stay, unless the saved fit had deleted them:
+    # then it had begun with them
+    surplus = now.keys()-found['digests'].keys()-found['lost'].keys()
+    if not self.was_interrupted: surplus &= found['begun'].keys()
+    self.graph.delete(surplus)
     differ = [part for part,digest in found['digests'].items() if now.get(part) != digest]
     if differ: raise ValueError(f"AutoResume could not restore {', '.join(map(text_of, differ[:8]))}")

@@ -16,7 +16,7 @@ from .parts import *
 from .pickles import *
 
 # %% auto #0
-__all__ = ['roots_of', 'parts_of', 'Graph', 'is_installed', 'pickling', 'moved']
+__all__ = ['roots_of', 'parts_of', 'Graph', 'objects_inside', 'is_installed', 'needs_path', 'pickling', 'moved']
 
 # %% ../../nbs/resuming/02_graph.ipynb #4ff7f8ce
 # The search begins at a few objects, the roots. Each part of an object (an attribute, or its content) is pickled, and
@@ -60,9 +60,9 @@ class Graph:
         while self.waiting: self.search(self.waiting.pop())
 
     def add(self, place:str, o):
-        """Adds an object that was found at a `place`, unless it has a path already. Its path is the place, with a
-        number if other objects were found there before, such as 'cb.nets' and 'cb.nets.[1]' for a list of two. A model
-        comes with its layers and weights, a function with the variables of its closure"""
+        """Adds an object that was found at a `place`, unless it has a path already, and all objects inside it. Its path
+        is the place, with a number if other objects were found there before, such as 'cb.nets' and 'cb.nets.[1]' for a
+        list of two"""
         if id(o) in self.paths: return
         n = self.n_found[place]
         self.n_found[place] += 1
@@ -73,11 +73,7 @@ class Graph:
         size = f' {list(o.shape)} {o.dtype}' if isinstance(o, Tensor) else ''
         self.begun[f'{path}.class'] = type(o).__qualname__+size
         self.allow_classes(o)
-        inner = []
-        if isinstance(o, nn.Module):
-            inner = [*o.named_modules(), *o.named_parameters(), *o.named_buffers()]
-        if isinstance(o, types.FunctionType): inner = zip(o.__code__.co_freevars, o.__closure__ or ())
-        for name,value in inner: self.add(f'{path}.{name}', value)
+        for name,value in objects_inside(o): self.add(f'{path}.{name}', value)
 
     def search(self, path:str):
         "Adds the objects in the parts of the object at a path, and takes the digests of these parts"
@@ -94,6 +90,13 @@ class Graph:
         """Returns the digest of a value of a part. `adds` tells whether the objects in the value are added: an object
         that the fit makes later gets no path, and is pickled by its value"""
         return Digest(self, part, adds).take(value)
+
+def objects_inside(o)->Iterable:
+    """Returns pairs of a name and an object: the layers, weights and buffers of a model, or the variables in the
+    closure of a function; nothing for other objects"""
+    if isinstance(o, nn.Module): return [*o.named_modules(), *o.named_parameters(), *o.named_buffers()]
+    if isinstance(o, types.FunctionType): return zip(o.__code__.co_freevars, o.__closure__ or ())
+    return ()
 
 # %% ../../nbs/resuming/02_graph.ipynb #9d4c27e1
 # Classes and functions that a file may name
@@ -142,17 +145,22 @@ def is_installed(o)->bool:
 
 @patch
 def add_found(self:Graph, o, part:str):
-    """Called for whatever pickle meets in a part when the fit begins. Lets files name a class or a function. Adds any
-    other object for which a path has to stand in files. A tensor needs one, such as a weight that a loss and a callback
-    share: it is restored in place, and both still share it. But not the result of a computation, such as a loss that a
-    callback keeps, nor a sample of the data: the new process makes these again"""
+    """Called for whatever pickle meets in a part when the fit begins. Lets files name a class or a function, and adds
+    any other object for which a path has to stand"""
     self.allow(o)
-    if isinstance(o, Tensor):
-        needs_path = o.is_leaf and not is_data(part)
-    else:
-        is_iterator = hasattr(type(o), '__next__')
-        needs_path = not is_iterator and not is_value(o) and name_of(o) is None
-    if needs_path: self.add(part, o)
+    if needs_path(o, part): self.add(part, o)
+
+def needs_path(o, part:str)->bool:
+    """Returns whether a path has to stand in files for an object that was found in a `part`:
+
+    - yes for a weight that a loss and a callback share, and for any other object with parts of its own. It is restored
+      in place, so both still share it
+    - no for what is pickled by its value or by its name, and for an iterator, which cannot be pickled
+    - no for a tensor that the new process makes again: the result of a computation, such as a loss that a callback
+      keeps, or a sample of the data"""
+    if isinstance(o, Tensor): return o.is_leaf and not is_data(part)
+    is_iterator = hasattr(type(o), '__next__')
+    return not is_iterator and not is_value(o) and name_of(o) is None
 
 @patch
 def reduced(self:Graph, o):
@@ -165,7 +173,7 @@ def reduced(self:Graph, o):
     if hasattr(type(o), '__next__'): raise pickle.PicklingError('it is an iterator')
     if isinstance(o, types.MethodType):
         return bound,(o.__func__, o.__self__)
-    # A partial has no `__dict__` until somebody looks at it, and then an empty one: this must not count as a change
+    # `vars` makes the `__dict__` of a partial, which is empty. So it does not count as a change if somebody else does
     if isinstance(o, partial): vars(o)
     return NotImplemented
 
@@ -182,7 +190,7 @@ def find_class(self:Graph, module:str, name:str):
     return self.named.get(full_name(module, name), Refused)
 
 def pickling(graph:Graph):
-    "Returns what `torch.save` and `torch.load` use in place of the module `pickle`"
+    "Returns an object with the classes that `torch.save` and `torch.load` use in place of those of the module `pickle`"
     class Pickler(pickle.Pickler):
         reducer_override = staticmethod(graph.reduced)
 

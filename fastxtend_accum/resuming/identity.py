@@ -38,8 +38,9 @@ def check_same(
     found:dict, # The content of the file
     file:Path, # The file
 ):
-    """Raises ValueError if a part or a setting with which the saved fit began is missing in this fit, or differs. Warns
-    if it may differ"""
+    """Compares the parts and settings with which both fits began. Raises ValueError if one of them is missing in this
+    fit, or differs; only warns if it `may_differ`. Leaves out what the saved fit had changed (`unchanged_parts`), and
+    what a script may draw anew (`is_never_compared`)"""
     errors = []
     for part in unchanged_parts(found['begun'], found['digests']):
         now = graph.begun.get(part)
@@ -63,9 +64,10 @@ def unchanged_parts(begun:dict, digests:dict)->list:
     """Returns the parts that the saved fit had not changed when it was saved. The value of any other part, and of all
     inside it, comes from the file, so it need not be what it was when the fit began: for example a list of losses,
     which is empty in a new process, but not if the same Learner goes on after Ctrl-C"""
-    # `digests` are from when the fit was saved. It has none of settings and of parts that the file could not keep: by
-    # the default, these count as unchanged
-    changed = [f'{part}.' for part,then in begun.items() if digests.get(part, then) != then]
+    changed = []
+    for part,then in begun.items():
+        when_saved = digests.get(part, then)  # settings, and parts that the file could not keep, count as unchanged
+        if when_saved != then: changed.append(f'{part}.')
     # What is inside 'cb.losses' begins with 'cb.losses.', and 'cb.losses_n' does not
     return [part for part in begun if not f'{part}.'.startswith(tuple(changed))]
 
@@ -77,11 +79,12 @@ def text_of(part:str)->str:
 # What may differ
 
 def is_never_compared(o, name:str, root)->bool:
-    """Returns whether a part of the object `o`, which the search found from a `root`, is never compared. A script that
-    sets no seed draws new values for these parts each time, and the file's values replace them:
+    """Returns whether a part of the object `o` is never compared. A script that sets no seed draws new values for these
+    parts each time, and the file's values replace them:
 
     - weights, and all tensors of the model, of the optimizer and of callbacks. But the tensors of the loss and of
-      metrics are compared, such as weights of classes
+      metrics are compared, such as weights of classes: those that the search found from the Learner or a Metric, which
+      is then the `root`
     - the state of a random generator
 
     Attributes of classes are not compared, either, because no file keeps them"""

@@ -18,7 +18,7 @@ def csv_files(learn)->list:
     return [cb.file for cb in learn._grab_cbs(CSVLogger) if cb.run]
 
 def wandb_run():
-    "Returns the present run of W&B; None if there is none"
+    "Returns the current run of W&B; None if there is none"
     return getattr(sys.modules.get('wandb'), 'run', None)
 
 def state_of_loggers(learn)->tuple:
@@ -37,15 +37,15 @@ def restore_loggers(learn, state:tuple):
     sizes,run_id = state
     resume_wandb(run_id)
     for file,size in zip(csv_files(learn), sizes):
-        # The rows of an earlier fit may already have been written again without times. Then the file can be shorter
-        # than `size`, and `truncate(size)` would fill it with zeros
+        # The file may be shorter than `size` by now: if an earlier fit of the script continued, too, its rows were
+        # written again, without times. `truncate(size)` would then fill the file with zeros
         file.truncate(min(size, file.tell()))
     bar = nested_attr(learn, 'progress.mbar')
     if bar: bar.update(0)  # starts its clock, because this fit may not begin with epoch 0
     write_rows(learn)
 
 def resume_wandb(run_id:str|None):
-    "If the saved fit had another run of W&B than the present one, ends the present run, and continues the other one"
+    "If the saved fit had another run of W&B than the current one, ends the current run, and continues the other one"
     present = wandb_run()
     if present and run_id not in (None, present.id):
         wandb = sys.modules['wandb']

@@ -104,7 +104,8 @@ class Digest(pickle.Pickler):
         self.n_bytes = 0  # in the tensors and arrays of the value
 
     def take(self, value)->Digest:
-        "Takes the digest of a value, and returns this object. Its `value` stays None if pickle cannot write the value"
+        """Takes the digest of a value, and returns this object, whose attributes `value`, `not_kept` and `folders` are
+        the result. The digest's `value` stays None if pickle cannot write the value"""
         try:
             self.dump(value)  # calls the methods below
             is_short = type(value) in _plain and len(str(value)) <= 100
@@ -115,9 +116,9 @@ class Digest(pickle.Pickler):
         return self
 
     def reducer_override(self, o):
-        """Pickle calls it for each object other than numbers, strings and containers, to ask how to make it again. If
-        the object has a path, the graph answers. Otherwise pickle makes it by classes and functions, for which it calls
-        this, too, and which files must be allowed to name"""
+        """Pickle calls it for each object other than numbers, strings and containers, also for the classes and
+        functions that make these objects. Returns how another process makes `o` again: the graph knows it if the object
+        has a path; if not, pickle does, which NotImplemented means. Notes in `not_kept` what no file may hold"""
         if self.adds: self.graph.add_found(o, self.part)
         reduced = self.graph.reduced(o)
         if reduced is not NotImplemented:
@@ -130,9 +131,14 @@ class Digest(pickle.Pickler):
 # %% ../../nbs/resuming/01_pickles.ipynb #7d3e90b1
 @patch
 def persistent_id(self:Digest, o):
-    """Pickle calls it for each object, and writes what it returns in place of the object, or the object itself if
-    that is None. So this is where a digest leaves out what may differ between processes, and samples what is
-    large"""
+    """Pickle calls it for each object, and writes what it returns in place of the object, or the object itself if that
+    is None. Usually that is the id of an object that is kept elsewhere. Here it is what a digest has of an object:
+
+    - a sample of a tensor, of an array, and of a long list of the data
+    - a path without its folder
+    - a set in an order that is the same in each process
+
+    An `id()` and the class of an array or a set are only noted, in `not_kept`"""
     if type(o) is int and o in self.graph.paths:
         self.not_kept = f'it has the id() of {self.graph.paths[o]}, which another process does not have'
     if type(o) in _plain:
