@@ -33,20 +33,25 @@ def cached_forward(
     samples:int, # Samples of the batch
     size:int, # Rows that the module sees at a time, at most
 )->Callable:
-    """Returns a forward pass for `module` that runs in micro-batches. All but the last run again in the backward pass,
-    so that the graph holds one of them at a time"""
-    forward = module.forward
+    """Returns a forward pass to replace that of `module`. It runs the module on a part of the rows at a time, and joins
+    the outputs: for 10 rows and a `size` of 4, it runs it on 4, 3 and 3 rows. All parts but the last run again in the
+    backward pass, so that the graph holds one part at a time"""
+    forward = module.forward  # the module's own, as long as it is not replaced
     def forward_of_copies(*args, **kwargs):
-        args,kwargs = map_tensors(torch.clone, (args, kwargs))  # the model may change its inputs in place
+        "Runs the module on copies of its inputs, because it may change them in place. It runs the last part"
+        args,kwargs = map_tensors(torch.clone, (args, kwargs))
         return forward(*args, **kwargs)
-    recomputed = checkpointed(module, forward_of_copies)
+    recomputed = checkpointed(module, forward_of_copies)  # the same for the other parts, which run again
     # A plain function, not a method: the graph keeps a reference to it, and must keep none to the Learner
     def forward_in_parts(*args, **kwargs):
+        """Returns the output of all rows. Checks that the inputs can be split, runs the parts, checks that the rows are
+        in the first dimension of the outputs, and joins these"""
         # The largest number of rows, so that slicing a tensor that has fewer raises an error
         n = max(map(len, tensors_in((args, kwargs))), default=0)
         if n <= size: return forward(*args, **kwargs)
         check_samples_first((args, kwargs), n, samples)
         def run_part(start:int, end:int):
+            "Returns the output for these rows"
             # The backward pass begins with the last part, so the last part need not run again
             run = forward_of_copies if end == n else recomputed
             some_args = slice_fields(args, start, end, n)
@@ -56,10 +61,11 @@ def cached_forward(
         outputs = run_in_parts(module, bounds, run_part)
         sizes = [end-start for start,end in bounds]
         if are_rows_ambiguous(outputs[-1], sizes[-1]):
-            # Run the last part again, with the row before it. This shows which dimension grows
+            # With 4 rows, an output of shape (4, 4) may have them in either dimension. So run the last part again,
+            # now with the row before it: rows are in the dimension that grows to 5
             n_rows = sizes[-1]+1
             with torch.no_grad(), Snapshot(module): larger_output = run_part(n-n_rows, n)
-            join([larger_output], [n_rows])  # raises an error unless the first dimension has grown
+            join([larger_output], [n_rows])  # only a check: raises an error unless the first dimension has grown
         return join(outputs, sizes)
     return forward_in_parts
 
@@ -92,6 +98,8 @@ class GradientCache(WindowCallback, MemorySaver):
     def adapt(self)->bool: return self.micro_batch_size == 'auto'
 
     def read_settings(self):
+        """Checks the settings, and sets `micro_bs` if its size is given. `__init__` calls this, and `before_fit` calls
+        it again when each fit begins, since users may change the attributes, as in `cb.micro_batch_size = 8`"""
         if self.micro_batch_size is None:
             raise TypeError("micro_batch_size must be a number of samples or 'auto', not None")
         self.micro_batch_size = check_micro_batch_size(self.micro_batch_size)
@@ -130,9 +138,12 @@ def check_others(self:GradientCache):
 
 @patch
 def context(self:GradientCache, loop):
-    "Returns a context in which the module runs in micro-batches"
+    """Returns a context in which the module runs in micro-batches: in it, the module has another forward pass. The loop
+    enters it for a batch, and leaves it after the batch"""
     if self.micro_bs is None: return nullcontext()  # the batch is a single micro-batch
-    module = self.module_to_split(loop.learn.model)  # not `self.learn`, which is None once it is removed
+    # The loop asks this callback for contexts until the fit ends, even if another callback removes it from the Learner
+    # in the middle of the fit. `self.learn` is None then, so this takes the loop's Learner
+    module = self.module_to_split(loop.learn.model)
     forward = cached_forward(module, loop.batches.current.samples, self.micro_bs)
     return override_attr(module, 'forward', forward)
 
@@ -144,13 +155,15 @@ def reduce_memory(self:GradientCache, loop)->bool:
 
 @patch
 def report(self:GradientCache, loop):
-    "Prints how many samples the module sees at a time in training, and what differs from a whole batch"
+    """Prints how many samples the module sees at a time in training, such as 'sees at most 8 of 64 samples at a time'.
+    If there is no GradientAccumulation, also prints what differs from a whole batch, such as BatchNorm"""
     n = loop.rows_of_batch()
     size = min(self.micro_bs or n, n)
     module = self.module_to_split(loop.learn.model)
     message = (f'GradientCache: {type(module).__name__} sees at most {size} of {n} samples at a time; '
                'validation batches are not split')
-    differences = loop.fit.differences  # what the first forward pass has shown; None if `verbose` is False
-    # Beside a GradientAccumulation, which is the leader then, this leaves the differences to the line that it prints
+    # What the first forward pass has shown; None if the leader's `verbose` is False. The leader runs the batches: it is
+    # a GradientAccumulation, if there is one, and then the differences are in the line that it prints
+    differences = loop.fit.differences
     if differences and size < n and self.is_leader(): message += differences.described(module)
     self.log_once(message)

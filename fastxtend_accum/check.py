@@ -16,7 +16,7 @@ from .windows.checks import check_size
 from .windows.state import Snapshot
 from .callback import leader_of
 from .checking.comparison import differences,distances,find_reasons
-from .checking.suspects import is_left_out,suspects
+from .checking.suspects import copies_leave_out,suspects
 from .checking.trial import small_learner,train,use_whole_batches
 
 # %% auto #0
@@ -49,9 +49,9 @@ def explain(
     seed:int,
     verbose:bool, # Whether to show a progress bar if it takes long
 )->tuple: # Differences and reasons of an `AccumCheck`
-    """Compares training in windows with training on whole batches. If they differ, trains on whole batches a second
-    time: a difference between these two runs, for example in a time that a callback measures, has nothing to do with
-    windows. For the other differences, looks for reasons among the suspects"""
+    """Compares training in windows with training on whole batches. Returns what differs because of windows, and the
+    reasons, found among the suspects. Some things differ in each run, such as a time that a callback measures: to leave
+    these out, trains on whole batches a second time, and compares this run with the first one"""
     run = cache(partial(train, learn, seed=seed))  # if several comparisons need the same run, it trains once
     def compare(without, double=False):
         "Returns the distances between training in windows and on whole batches, both without these suspects"
@@ -60,9 +60,10 @@ def explain(
     found = differences(compare)
     if not found: return {},[]
     whole_again = train(learn, (use_whole_batches,), seed=seed)
-    without_windows = distances(whole_again, run((use_whole_batches,), False))  # `compare` has made this run
-    # A difference is due to windows if it is far larger with them. If a value is missing in `without_windows`, one of
-    # the runs on whole batches has not left it, and it is not due to windows that another run has
+    # `compare` has called `run` with these arguments, so this takes the first run on whole batches from the cache
+    without_windows = distances(whole_again, run((use_whole_batches,), False))
+    # A difference is due to windows if it is far larger with them. A name is missing in `without_windows` if only one
+    # of the two runs on whole batches has left such a value: then the difference has nothing to do with windows
     due_to_windows = {name:o for name,o in found.items()
         if o > 100*without_windows.get(name, math.inf)}
     # The weights become NaN, or something draws random numbers without a seed: then no suspect can be judged
@@ -87,7 +88,8 @@ def check_accum(self:Learner,
     n_windows = math.ceil(check_size('n_steps', n_steps)/2)  # in each epoch
     check_size('size', size)
     with self.added_cbs(cbs):
-        left_out = self.cbs.filter(is_left_out)
+        left_out = self.cbs.filter(copies_leave_out)
+        # If there is no leader, no callback makes windows. AutoResume, which is left out, leads only if it is alone
         if leader_of(self) in (None, *left_out):
             raise ValueError("check_accum compares windows with whole batches, and this Learner has no callback that "
                              "makes windows: pass cbs=GradientAccumulation(...), or add it to the Learner")
@@ -97,7 +99,7 @@ def check_accum(self:Learner,
         before = Snapshot(self.model, self.loss_func, *self.cbs)
         try:
             small = small_learner(self, left_out, n_windows, size)
-            found = explain(small, size, seed, verbose)
+            found = explain(small, size, seed, verbose)  # the differences, and the reasons
         finally: before.restore()
     head = (f'{2*n_windows} steps of up to {leader_of(small).accum_bs} samples, {size} at a time, compared with whole '
             'batches:')

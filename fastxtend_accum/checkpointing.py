@@ -39,9 +39,11 @@ def checkpointed(module, forward:Callable)->Callable:
             return forward(*args, **kwargs)
         # `checkpoint` keeps what it gets for the second run. It gets the tensors in the arguments, not the arguments,
         # for two reasons: `save_on_cpu`, which moves what is kept to the CPU, would not see tensors in a list; and each
-        # run has to get a new list, because a DenseNet appends to the list that it passes to its layers
+        # run has to get a new list, because a DenseNet appends to the list that it passes to its layers. For example,
+        # the leaves of forward([x, y], size=3) are x, y and 3
         leaves,structure = tree_flatten((args, kwargs))
         def forward_of_leaves(*leaves_of_run):
+            "Runs `forward` with its arguments, which it puts together again"
             new_args,new_kwargs = tree_unflatten(leaves_of_run, structure)
             return forward(*new_args, **new_kwargs)
         def contexts():
@@ -80,7 +82,8 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
     The forward pass keeps only the inputs of these blocks. The model sees whole batches, and results stay the same"""
     # It has two roles. As a MemorySaver, it is asked for a `context` in which blocks are recomputed, and to
     # `reduce_memory`. As a WindowCallback, it brings the loop that asks for these, because fastai's loop cannot run a
-    # batch again. Beside a GradientAccumulation, which brings such a loop itself, it is a MemorySaver only
+    # batch again. Beside a GradientAccumulation, which brings such a loop itself, it is a MemorySaver only: the base
+    # class gives it a higher `lead_rank`
 
     # Before a GradientCache (11.5): of several MemorySavers, the first one enters its context first, and is the first
     # to use less memory
@@ -94,11 +97,13 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
     ):
         store_attr()
         self.found = []  # the blocks of the model
-        self.groups = {}  # {each nn.Sequential around blocks: its grouped form}
+        self.groups = {}  # {an nn.Sequential of the model: its grouped form, from `find_blocks`}
         self.n_recomputed = 0  # blocks that are recomputed: the first ones of `found`
         self.read_settings()
 
     def read_settings(self):
+        """Checks the settings. `__init__` calls this, and `before_fit` calls it again when each fit begins, since users
+        may change the attributes, as in `cb.adapt = False`"""
         check_flags(offload=self.offload, adapt=self.adapt)
         if self.blocks != 'auto':
             check_callable('blocks', self.blocks, "a function of the model, or 'auto'")
@@ -123,14 +128,16 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
 
 @patch
 def context(self:ActivationCheckpointing, loop):
-    """Returns a context in which blocks run again in the backward pass. Nothing is overridden before the context is
-    entered: so `forward_of_block` finds each block's own forward pass"""
-    if not self.n_recomputed: return nullcontext()  # all fits
+    """Returns a context in which the first `n_recomputed` blocks run again in the backward pass: in it, they have other
+    forward passes. The loop enters it for a batch, and leaves it after the batch"""
+    if not self.n_recomputed: return nullcontext()  # everything fits
+    # This list only prepares what is overridden. Nothing is overridden until `ContextManagers` is entered, so
+    # `forward_of_block` still finds each block's own forward pass
     contexts = [override_attr(o, 'use_cache', False) for o in configs_with_cache(loop.learn.model)]
     # Some blocks are groups of layers. Only the grouped form of the nn.Sequential around them calls a group as a module
     contexts += [override_attr(m, 'forward', group.forward) for m,group in self.groups.items()]
-    # After the groups, because an nn.Sequential with a grouped form may be a block itself: the context that is entered
-    # last prevails, so it runs again as a whole, and not by its groups
+    # An nn.Sequential with a grouped form may be a block itself. Then its `forward` is in this list twice, and the last
+    # entry prevails, because it is entered last. So the blocks come last: it runs again as a whole, not by its groups
     contexts += [override_attr(m, 'forward', self.forward_of_block(m)) for m in self.found[:self.n_recomputed]]
     return ContextManagers(contexts)
 

@@ -41,6 +41,8 @@ class AutoResume(WindowCallback):
         self.read_settings()
 
     def read_settings(self):
+        """Checks the settings. `__init__` calls this, and `before_fit` calls it again when each fit begins, since users
+        may change the attributes, as in `cb.minutes = 1`"""
         every = 1 if self.every is None else self.every
         if not isinstance(every, Real) or every < 1 or every%1:
             raise ValueError(f'every must be a whole number of steps, not {every!r}: pass a number such as 100')

@@ -3,7 +3,7 @@ import pytest
 from fastai.callback.tensorboard import TensorBoardCallback
 
 from common import *
-from fastxtend_accum.checking.suspects import in_evaluation, is_left_out
+from fastxtend_accum.checking.suspects import copies_leave_out, in_evaluation
 
 
 def tracker():
@@ -22,7 +22,7 @@ class ClaimModel(Callback):
     (tracker, True), (TensorBoardCallback, True), (AutoResume, True),
     (ClaimModel, False), (EarlyStoppingCallback, False)])
 def test_what_uses_an_experiment_tracker_or_writes_files_is_left_out(make, expected):
-    assert is_left_out(make()) == expected
+    assert copies_leave_out(make()) == expected
 
 
 class Residual(nn.Module):

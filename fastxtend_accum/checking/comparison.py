@@ -41,16 +41,21 @@ def differences(
     without:tuple=(), # For `compare`: suspects to remove before it trains
     before:dict={}, # The distances before these suspects were removed
 )->dict:
-    """Returns the distances that do not count as rounding, by name. If it is unclear in float32 whether they are
-    rounding, trains again in float64, in which rounding is tiny"""
+    """Returns the distances that do not count as rounding, by name: {} if the two ways of training are equal.
+
+    1. If all distances in float32 are below `_equal`, they are rounding
+    2. If some are not, but all are below `_unclear`, they may be rounding. So this trains again in float64, in which
+       rounding is tiny, and returns the distances that are left there
+    3. Otherwise, or if the Learner does not train in float64, returns those in float32 from `_equal_if_unclear` on"""
     def beyond_rounding(measured, limit):
-        "Returns the `measured` distances that reach the `limit`, and have not `_vanished`"
+        """Returns the `measured` distances that reach the `limit`. If a distance was there `before`, it also has to
+        reach 2% of what it was, or else it has `_vanished`"""
         return {name:o for name,o in measured.items() if o >= max(limit, before.get(name, 0)*_vanished)}
     in_float32 = compare(without)
     if not beyond_rounding(in_float32, _equal): return {}
     if max(in_float32.values()) < _unclear:
         try: return beyond_rounding(compare(without, double=True), _equal_in_float64)
-        except Exception: pass  # the Learner does not train in float64
+        except Exception: pass  # the Learner does not train in float64: the last line answers
     return beyond_rounding(in_float32, _equal_if_unclear)
 
 # %% ../../nbs/checking/03_comparison.ipynb #e5058a61
@@ -62,21 +67,23 @@ def find_reasons(
     """Leaves out one suspect after another until nothing differs. Then puts back each suspect that makes no difference,
     and returns the names of those that stay left out: they are the reasons"""
     def names_left(pairs):
-        """Returns the names of what still differs without these suspects: an empty set if nothing differs, None if the
-        Learner does not train without them"""
+        """Trains without these suspects, and returns the names in `found` that still differ: for example {'weights'},
+        or an empty set if nothing differs. Returns None if the Learner does not train without them"""
         without = tuple(remove for _,remove in pairs)
         try: return differences(compare, without, found).keys() & found
         except Exception: return None  # for example, without the callback that sets the targets
     left_out = []
     left = found.keys()  # what still differs without the suspects in `left_out`
     for suspect in suspected:
-        if not left: continue  # rather than `break`, with which a progress bar would not end
+        if not left: continue  # all reasons are found. Not `break`, with which a progress bar would not end
         now = names_left([*left_out, suspect])
         if now is None: continue  # the Learner needs this suspect
         left_out.append(suspect)
         left = now
+    # `left_out` has all reasons now, and also suspects that make no difference. `left` is empty, unless no suspect is
+    # the reason for what still differs
     reasons = left_out
     for suspect in left_out:
         others = [o for o in reasons if o != suspect]
-        if names_left(others) == left: reasons = others  # with this suspect back in, nothing else differs
+        if names_left(others) == left: reasons = others  # the same with this suspect back in: it is no reason
     return [name for name,_ in reasons]

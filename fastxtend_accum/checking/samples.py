@@ -42,7 +42,8 @@ def copy_to_read(dl):
     If `dl` cannot be copied, for example because it holds an iterator, warns and returns `dl`"""
     dataset = getattr(dl, 'dataset', None)
     left_over = getattr(dl, 'it', None)  # fastai leaves the iterator of an epoch that was not read to its end
-    # `deepcopy` takes the copy of an object from this dict, if its id is there: the same data set, and no iterator
+    # Python's `deepcopy` looks in this dict for each object, by its id, and takes what it finds as the copy. So the
+    # copy of `dl` has the same data set, which may be large; and None as its iterator, which could not be copied
     try: return deepcopy(dl, {id(dataset): dataset, id(left_over): None})
     except Exception:
         warn_user('the DataLoader cannot be copied: the next epoch continues after the samples that were read')
@@ -51,16 +52,16 @@ def copy_to_read(dl):
 def first_samples(dl, n:int)->LoaderBatch:
     """Returns at least the first `n` samples of `dl`, as one large batch. If there are fewer, they repeat: if `n` is
     12, a loader of 10 samples gives these 10 twice. If the batches differ in shape, as texts of several lengths do,
-    only the first batch is used, and repeats. Raises ValueError if there are no samples"""
+    they cannot be joined: then only the first batch is used, and repeats. Raises ValueError if there are no samples"""
     batches = []
     sizes = []  # samples in each of them
     for batch in dl:
-        batches.append(map_tensors(torch.clone, tuple(batch)))  # a loader may use its memory for the next one
+        batches.append(map_tensors(torch.clone, tuple(batch)))  # a loader may reuse the memory of a batch
         sizes.append(n_rows(batch, loader_bs(dl)))
         if sum(sizes) >= n: break
     if not sum(sizes): raise ValueError("check_accum needs samples, and the training DataLoader yields none")
-    try: join(batches, sizes)
-    except NotBySample: del batches[1:],sizes[1:]  # they differ in shape, so only the first one is used
+    try: join(batches, sizes)  # only to see whether they can be joined
+    except NotBySample: del batches[1:],sizes[1:]  # they cannot: this leaves the first batch, and its size
     n_times = math.ceil(n/sum(sizes))
     data = join(batches*n_times, sizes*n_times)
     n_samples = sum(sizes)*n_times

@@ -15,7 +15,7 @@ from ..windows.nested import tensors_in
 from ..callback import WindowCallback
 
 # %% auto #0
-__all__ = ['is_left_out', 'begin_in_evaluation', 'normalize_each', 'in_evaluation', 'without_hooks', 'mean_square',
+__all__ = ['copies_leave_out', 'begin_in_evaluation', 'normalize_each', 'in_evaluation', 'without_hooks', 'mean_square',
            'with_other_loss', 'suspects']
 
 # %% ../../nbs/checking/02_suspects.ipynb #7f2044ab
@@ -26,14 +26,14 @@ _left_out = {
 # Names in the code of callbacks that use an experiment tracker
 _trackers = {'wandb', 'SummaryWriter', 'mlflow', 'log_metric', 'log_metrics', 'neptune', 'comet_ml', 'clearml'}
 
-def is_left_out(cb)->bool:
-    """Returns whether the copies of a Learner train without `cb`: because its class or a base class is in `_left_out`,
-    or because its methods use an experiment tracker"""
+def copies_leave_out(cb)->bool:
+    """Returns whether the copies that `check_accum` trains do without the callback `cb`: because its class or a base
+    class is in `_left_out`, or because its methods use an experiment tracker, such as `wandb.log`"""
     kind = type(cb)
     class_names = {o.__name__ for o in kind.__mro__}
     used_names = set()
     for _,method in inspect.getmembers(kind, inspect.isfunction):
-        used_names.update(method.__code__.co_names)  # of modules, functions and attributes in the code of the method
+        used_names.update(method.__code__.co_names)  # all names in the code of the method, such as `wandb` and `log`
     return bool(class_names & _left_out or used_names & _trackers)
 
 # %% ../../nbs/checking/02_suspects.ipynb #a53866a8

@@ -27,20 +27,22 @@ __all__ = ['small_sizes', 'make_small', 'deepcopy_tensor', 'copy_learner', 'smal
 
 # %% ../../nbs/checking/01_trial.ipynb #723a900c
 def small_sizes(learn, size:int)->tuple:
-    """Returns the samples in a window and in a loader batch, for a small copy of the user's training that passes `size`
-    samples at a time through the model. Where the user's training has several, the copy has two. For example, if `size`
-    is 3, and the user's loader has bs=32:
+    """Returns two numbers of samples, of a window and of a loader batch, for a small copy of the user's training. The
+    copy passes `size` samples at a time through the model. If the user's windows have several loader batches, those of
+    the copy have two; if the user's loader batches have several windows, those of the copy have two. For example, if
+    `size` is 3, and the user's loader has bs=32:
 
-    - accum_bs=128: a window has several loader batches. Returns (6, 3): in the copy, a window has two
+    - accum_bs=128: a window has 4 loader batches. Returns (6, 3): in the copy, a window has 2 loader batches
     - accum_bs=32: a window is a loader batch. Returns (3, 3)
-    - accum_bs=8: a loader batch has several windows. Returns (3, 6): in the copy, a loader batch has two
+    - accum_bs=8: a loader batch has 4 windows. Returns (3, 6): in the copy, a loader batch has 2 windows
 
     With `micro_batch_size`, each loader batch or window is split, so both numbers are twice as large"""
     # The length of the user's fit is not known, and a schedule with `finish=10` raises an error in a fit of fewer than
     # 10 epochs. So this is the plan of the first epoch in an endless fit
     plan = leader_of(learn).plan_of(learn.dls.train, 0, sys.maxsize, n_processes(learn))
     if any(o.micro_batch_size for o in learn._grab_cbs(WindowCallback)): size *= 2
-    # `plan.largest` says how the largest window of the user's training is made up
+    # The largest window of the user's training has `n_batches` loader batches, or is one of `n_pieces` of a loader
+    # batch. One of these numbers is 1, or both are; 2 is enough to stand for a larger number
     return (
         size*min(plan.largest.n_batches, 2),  # samples in a window
         size*min(plan.largest.n_pieces, 2))  # samples in a loader batch
@@ -78,14 +80,15 @@ def copy_learner(
 )->Learner:
     """Returns a copy of `learn` that has its own tensors and other objects, apart from the `shared` objects. If an
     object cannot be copied, raises its error"""
-    # Python's `deepcopy` keeps the copy of each object in this dict, under the id of the original, and does not copy an
-    # object that is there already. So each shared object is entered as its own copy
+    # Python's `deepcopy` looks in this dict for each object, by its id, and takes what it finds as the copy. So each
+    # shared object is entered as its own copy. `deepcopy` also enters the copies that it makes: afterwards, `memo` has
+    # the copy of each object of the Learner under the id of the original
     memo = {id(o):o for o in shared}
     with override_attr(Tensor, '__deepcopy__', deepcopy_tensor):  # for the tensors that the Learner holds, wherever
         res = deepcopy(learn, memo)
     for p in learn.model.parameters():
         memo[id(p)]._backward_hooks = p._backward_hooks  # `deepcopy` leaves out the hooks of a parameter
-    for o in memo.values():  # the copies of all objects
+    for o in memo.values():  # all copies, wherever the Learner holds them
         if double and isinstance(o, Tensor) and o.is_floating_point(): restore_value(o, o.double())
     return res
 
@@ -96,7 +99,8 @@ def small_learner(
     n_windows:int, # In an epoch
     size:int, # Samples in a micro-batch
 )->Learner:
-    "Returns a copy of `learn` that trains in a few small windows, and validates on the first `size` of their samples"
+    """Returns a copy of `learn` that trains in a few small windows, and validates on the first `size` of their samples.
+    `learn` stays as it was, except that the callbacks in `left_out` have lost it: their `learn` is None"""
     train_dl = learn.dls.train
     window,bs = small_sizes(learn, size)
     n = n_windows*window
@@ -105,7 +109,8 @@ def small_learner(
     if n > 1 and not drops_last(train_dl): n -= 1
     samples = first_samples(copy_to_read(train_dl), n)
     res = copy_learner(learn, [*left_out, *learn.dls.loaders])  # shared, because they may hold what cannot be copied
-    # These are the user's own callbacks: fastai sets their `learn` to None here. `check_accum` restores it
+    # The copy shares the user's own callbacks in `left_out`. When fastai removes them from the copy, it sets their
+    # `learn` to None. `check_accum`, which calls this function, restores it in the end
     res.remove_cbs(left_out)
     res.dls.loaders = [
         KeptLoader(train_dl, samples, n, bs),
@@ -114,23 +119,26 @@ def small_learner(
     return res
 
 def use_whole_batches(learn):
-    "Makes a copy train in plain fastai, on whole batches that each have the samples of a window"
+    """Changes a copy, so that it trains in plain fastai, on loader batches that each have the samples of a window. For
+    example, if it has windows of 6 samples in loader batches of 3, its loader batches have 6 samples afterwards"""
+    # `make_small` has set this `accum_bs` in each WindowCallback, so it does not matter which one is the leader
     learn.dls.train.bs = leader_of(learn).accum_bs
     learn.remove_cb(WindowCallback)
 
 # %% ../../nbs/checking/01_trial.ipynb #c9e606c0
 class Seeds(Callback):
-    """Sets a new seed in each step, so that both ways of training begin each window with the same random state, and
-    draw the same numbers except in the passes of the model"""
+    """Makes both ways of training begin each window in the same random state, so that code outside of the model, such
+    as a callback, draws the same numbers in both. Dropout draws other numbers: see `after_pred`"""
     order = -1000  # before all others
 
     def before_step(self):
+        "Sets the seed of the next window"
         set_seed(torch.initial_seed()+1)  # PyTorch's generator knows the seed that was set last
 
     def after_pred(self):
-        """Draws a random number after each pass of the model, so that the check sees that dropout differs. Without this
-        it would not see it on a CPU, where the micro-batches, one after another, draw the same numbers as the whole
-        batch"""
+        """Draws a number after each pass of the model, so that dropout differs between micro-batches and a whole batch:
+        the check is to report it, because it differs in the user's training. Without this, dropout would be equal on a
+        CPU, where two passes of 3 samples together draw the same numbers as one pass of 6"""
         torch.rand(1)
 
     def after_batch(self): self.learn.loss = self.loss.float()  # fastai's Recorder cannot average float64
@@ -166,9 +174,9 @@ def left_by(learn)->dict:
     res = defaultdict(list)
     rec = learn.recorder
     res['logged losses'] = rec.losses
-    # `rec.values` has a row for each epoch, and `zip` turns them into a column for each metric. The first name is
-    # 'epoch', which has no column
+    # `rec.values` has a row for each epoch, and `zip` turns them into a column for each metric
     columns = zip(*rec.values)
+    # An entry for each metric: its name, and its column. The first name is 'epoch', which has no column
     res |= zip(rec.metric_names[1:], columns)
     for m in learn.model.modules():
         res[f'buffers of {type(m).__name__}'] += m.buffers(recurse=False)
