@@ -89,7 +89,8 @@ def check_accum(self:Learner,
     check_size('size', size)
     with self.added_cbs(cbs):
         left_out = self.cbs.filter(copies_leave_out)
-        # If there is no leader, no callback makes windows. AutoResume, which is left out, leads only if it is alone
+        # The leader is the callback that runs the batches. It is None if there is no WindowCallback, or AutoResume if
+        # there is no other one; copies leave AutoResume out
         if leader_of(self) in (None, *left_out):
             raise ValueError("check_accum compares windows with whole batches, and this Learner has no callback that "
                              "makes windows: pass cbs=GradientAccumulation(...), or add it to the Learner")

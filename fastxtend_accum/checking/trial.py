@@ -100,7 +100,7 @@ def small_learner(
     size:int, # Samples in a micro-batch
 )->Learner:
     """Returns a copy of `learn` that trains in a few small windows, and validates on the first `size` of their samples.
-    `learn` stays as it was, except that the callbacks in `left_out` have lost it: their `learn` is None"""
+    This sets the attribute `learn` of the user's own `left_out` callbacks to None; `check_accum` restores it"""
     train_dl = learn.dls.train
     window,bs = small_sizes(learn, size)
     n = n_windows*window
@@ -109,9 +109,7 @@ def small_learner(
     if n > 1 and not drops_last(train_dl): n -= 1
     samples = first_samples(copy_to_read(train_dl), n)
     res = copy_learner(learn, [*left_out, *learn.dls.loaders])  # shared, because they may hold what cannot be copied
-    # The copy shares the user's own callbacks in `left_out`. When fastai removes them from the copy, it sets their
-    # `learn` to None. `check_accum`, which calls this function, restores it in the end
-    res.remove_cbs(left_out)
+    res.remove_cbs(left_out)  # the copy shares them, and fastai sets the `learn` of what it removes to None
     res.dls.loaders = [
         KeptLoader(train_dl, samples, n, bs),
         KeptLoader(learn.dls.valid, samples, min(size, n), size)]
