@@ -53,9 +53,12 @@ def find_blocks(model)->tuple[list,dict]:
     return uniqueify(blocks),groups
 
 def blocks_in(m, groups:dict)->list:
-    """Returns the blocks inside `m`: the children of containers that `can_be_block` accepts, or else the blocks inside
-    these children. If `m` is an nn.Sequential, the children of its grouped form count. Enters this form in `groups` as
-    the value of `m`, and does the same for each nn.Sequential inside"""
+    """Returns the blocks inside `m`. For each child of `m`, these are the child itself, if `m` is a container and
+    `can_be_block` accepts the child; or else the blocks inside the child. For example, a ModuleList of two Transformer
+    layers has two blocks: its children.
+
+    An nn.Sequential [conv, relu, conv, relu] has its children grouped first, and so has two blocks [conv, relu]. Enters
+    the grouped form of each nn.Sequential in `groups`: only this form calls a block [conv, relu] as one module"""
     children = list(m.children())
     parts = children
     if is_plain_sequential(m):
@@ -63,15 +66,17 @@ def blocks_in(m, groups:dict)->list:
         parts = groups[m].children()
     res = []
     for o in parts:
-        is_group = o not in children  # `grouped` made it from one layer and what follows: it has no blocks inside
+        # `grouped` made it of children of `m`, one layer and what follows: it has no blocks inside
+        is_group = o not in children
         inner = [] if is_group else blocks_in(o, groups)
         if isinstance(m, containers) and can_be_block(o, inner): res.append(o)
         else: res += inner
     return res
 
 def can_be_block(m, inner:list)->bool:
-    """Returns whether `m`, a child of a container, is a block itself: if so, it takes the place of the `inner` blocks
-    that were found inside it. For example:
+    """Returns whether `m`, a child of a container, is a block itself. If so, it takes the place of the `inner` blocks
+    that were found inside it. If two or more of these are large, `m` is no block, and they stay. A block is large if it
+    has several layers. For example:
 
     - a layer of a Transformer is a block: it has no large blocks inside
     - a stage of a ResNet is not a block, but the large blocks inside it are
@@ -80,8 +85,9 @@ def can_be_block(m, inner:list)->bool:
     # Without children, it keeps little more than its inputs anyway: to recompute it would save nothing
     children = list(m.children())
     if is_list or not children or not n_layers(m): return False
-    # Two large blocks inside are better than `m`: they are recomputed one after the other, so memory holds one at a
-    # time. If there is only one, `m` is little more than a wrapper of it. A convolution with its norm is not large
+    # Two large blocks inside save more memory than `m`: they are recomputed one after the other, so memory holds one at
+    # a time. If there is only one, `m` is little more than a wrapper of it. Small ones, such as a convolution with its
+    # norm, do not count
     n_large = sum(n_layers(o) > 1 for o in inner)
     return n_large < 2
 

@@ -49,13 +49,18 @@ def run_in_parts(
     bounds:list, # Start and end of each part of a batch, in rows
     run_part:Callable, # `run_part(start, end)`
 )->list:
-    """Calls `run_part` for each part of a batch in turn, and returns a list of the results. In each part, AWD_LSTMs in
-    `module` continue from their states of the part's rows. In the end they have the new states of all rows; or, if an
-    error ends a part, the states from before the batch. Raises ValueError if `module` carries another kind of state"""
+    """Calls `run_part` for each part of a batch in turn, and returns a list of the results. AWD_LSTMs in `module` carry
+    a state for each row. For example, with `bounds` of (0, 2) and (2, 4):
+
+    - before part 1, they get the states of rows 0 and 1; the pass replaces these by new states
+    - before part 2, they get the states of rows 2 and 3
+    - in the end, they get the new states of all 4 rows; or, if an error ends a part, the states from before the batch
+
+    Without AWD_LSTMs, this only calls `run_part`. Raises ValueError if `module` carries another kind of state"""
     owners = state_owners(module)
     n = bounds[-1][1]
     for m in owners:
-        if m.bs != n: m._change_hidden(n)  # as its forward pass would
+        if m.bs != n: m._change_hidden(n)  # makes the state one of `n` rows, as its forward pass would
     before = [m.hidden for m in owners]  # the state of each owner
     after = []  # for each part, a list like `before`: the state of each owner after this part
     results = []
@@ -68,7 +73,8 @@ def run_in_parts(
     except BaseException:
         set_states(owners, before, n)
         raise
-    # Calls `join_rows(h1 after part 1, h1 after part 2, ...)`, then the same for c1, h2 and so on
+    # `tree_map` walks the lists of all parts at once, down to their tensors: it calls
+    # `join_rows(h1 after part 1, h1 after part 2, ...)`, then the same for c1, h2 and so on
     joined = tree_map(join_rows, *after)
     set_states(owners, joined, n)
     return results

@@ -62,8 +62,11 @@ def chunk_bounds(
 # %% ../../nbs/memory/02_micro_batches.ipynb #2742d7f0
 def check_samples_first(b, n:int, samples:int):
     """Raises ValueError if the tensors in `b`, of `n` rows, probably have time in their first dimension and the samples
-    in their second one. For example, tensors of shapes (12, 4) and (12, 4, 300) with 4 `samples`: splitting the 12 rows
-    would cut each sample into pieces. In tensors of shape (4, 4), the first dimension is taken for the samples"""
+    in their second one: then to split the rows would cut each sample into pieces. For example, with 4 `samples`:
+
+    - an error: tensors of shapes (12, 4) and (12, 4, 300), which have 12 time steps and 4 samples
+    - no error: tensors of shapes (12, 4) and (12, 9), because the second one has no dimension of 4
+    - no error: tensors of shape (4, 4), whose first dimension is taken for the samples"""
     if n == samples: return
     are_second = [o.ndim > 1 and o.shape[1] == samples for o in tensors_in(b)]
     if not all(are_second): return
@@ -73,7 +76,9 @@ def check_samples_first(b, n:int, samples:int):
 # %% ../../nbs/memory/02_micro_batches.ipynb #e39c522b
 class MicroBatches(Strategy):
     "A strategy that runs a loader batch in micro-batches of at most `micro_bs` samples"
-    may_repeat = True  # a loader batch may have several forward passes, for which `run_batch` prepares
+    # A loader batch may have several forward passes. So `run_batch` remembers the autocast of the batch, by `Autocast`,
+    # and each pass enters it again, because MixedPrecision leaves it after a pass
+    may_repeat = True
     def __init__(self,
         micro_bs:int|None=None, # None: the whole batch, with which AutoMicroBatches begins
     ):
@@ -102,10 +107,13 @@ def run_split(loop:WindowLoop, bounds:list):
     n = bounds[-1][1]
     targets = learn.yb
     def run_part(start:int, end:int):
-        # IceVision's callback hides all targets in `before_batch`: then `targets` is empty. It sets the targets of each
-        # micro-batch in `after_loss`. So this removes the targets of the micro-batch before
+        "Runs the micro-batch of these rows, and returns the output of the model"
+        # Each micro-batch begins with the targets of the batch. Without this, a callback's targets for the micro-batch
+        # before would stay: IceVision's callback hides all targets in `before_batch`, so that `targets` is empty, and
+        # sets some in `after_loss` of each micro-batch
         learn.yb = targets
-        # The samples before `end`, less the samples before `start`. Rounded like this, they add up to `samples`
+        # How many of the batch's samples these rows are: 2 of 4, for rows 6 to 12 of 12. This is the number before
+        # `end`, less the number before `start`, so that rounded numbers still add up to `samples`
         n_samples = end*samples//n - start*samples//n
         with held_rows(learn, start, end, n):
             loop.run_micro_batch(n_samples, end-start, ends_batch=end == n)
@@ -126,15 +134,17 @@ def joined_output(loop:WindowLoop, outputs:list, bounds:list):
 
 def end_split_batch(loop:WindowLoop, losses_before:tuple):
     """After the last micro-batch: makes the Learner hold the mean loss of the batch, and makes the window count all
-    samples of the batch. `losses_before` are the sums of the window from before the batch"""
+    samples of the batch. `losses_before` are the sums of the window from before the batch. Does nothing if no
+    micro-batch has added a loss to the window. There are two such cases:
+
+    - the batch has no targets. Then `forward_backward` has counted its samples
+    - callbacks cancelled all backward passes. Then the batch does not count, as a whole batch would not"""
     learn,window = loop.learn,loop.window
     losses = window.losses.since(losses_before)  # the sums over the micro-batches of this batch
-    # No micro-batch added a loss. If there are no targets, `forward_backward` counted the samples. If callbacks
-    # cancelled all backward passes, the batch does not count, as a whole batch would not
     if not losses.n_micro: return
     learn.loss = window.mean_of(losses)
     learn.loss_grad = learn.loss  # for callbacks that read it in `after_batch`; the backward passes are over
-    # If a callback cancelled the backward pass of 8 of 32 samples, they still count as part of the window, so that it
-    # does not wait for 8 more
+    # Samples whose backward pass a callback cancelled, such as 8 of 32. They still count as part of the window, so that
+    # it does not wait for 8 more. `losses` has the other 24
     n_cancelled = loop.batches.current.samples-losses.samples
     window.add_samples(n_cancelled)

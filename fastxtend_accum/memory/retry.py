@@ -24,7 +24,9 @@ class MemorySaver:
     """Base class of what saves memory in the passes of a loader batch: ActivationCheckpointing and GradientCache, which
     are callbacks, and AutoMicroBatches, a strategy"""
     adapt = True  # whether it saves more once memory runs out
-    micro_bs = None  # samples (in a GradientCache, rows) that the model sees at a time, at most; None: the whole batch
+    # Samples (in a GradientCache, rows) that the model sees at a time, at most; None: the whole batch. Only savers that
+    # split batches set it
+    micro_bs = None
 
     def context(self, loop:WindowLoop):
         "Returns a context for the passes of a batch"
@@ -57,25 +59,28 @@ class BatchUndo:
         self.held = {name:vars(learn).get(name) for name in ('xb','yb','loss')}
         self.losses = window.losses
         self.n_kept = len(window.kept)
-        # `undo` makes gradients 0 where there is no copy. Copies take memory, so none is made of a gradient that is 0
+        # All gradients that a window sums are copied. Copies take memory, so if the gradients of the optimizer are 0,
+        # these are not: `undo` calls `opt.zero_grad`, which makes them 0 again. It does not know the others, such as
+        # those of another optimizer that a callback holds
         need_no_copy = set(params_in(learn.opt)) if are_zero else set()
         self.grads = {p:copy_of_grad(p.grad) for p in loop.fit.params.summed if p not in need_no_copy}
 
     def undo(self):
-        "Goes back to the state in which this object was made. It may be called several times. The order matters"
+        """Makes everything as it was when this object was made: the Learner, the model, the window's sums, and the
+        gradients. It may be called several times, once for each try"""
         learn,window = self.loop.learn,self.loop.window
         for name,value in self.held.items(): setattr(learn, name, value)
-        # These two hold the graph, and with it the memory of the batch
+        # What these two hold is the graph, and with it the memory of the batch
         learn.loss_grad = None
         learn.pred = None
         self.snapshot.restore()
-        # Before the gradients: if this batch is the first one of the window, gradients get the type of their weights
-        # again, which is the type of the copies
+        # The window gets its sums from before the batch. If the batch is the first one of the window, that also ends
+        # its sums in float32: gradients get the type of their weights again. The copies have this type, so they must be
+        # put back after it
         window.restart_batch(self.losses, self.n_kept)
-        # Gradients without a copy were 0 before the batch
-        learn.opt.zero_grad()
+        learn.opt.zero_grad()  # for gradients without a copy, which were 0 before the batch
         for p,grad in self.grads.items(): p.grad = copy_of_grad(grad)
-        # After the gradients: otherwise the window would take these new tensors for a change by a callback
+        # The window raises an error if a callback changes its sums. So it must be told that these new tensors are right
         if window.grads is not None: window.grads.accept()
 
 def copy_of_grad(grad:Tensor|None)->Tensor|None:
@@ -85,13 +90,15 @@ def copy_of_grad(grad:Tensor|None)->Tensor|None:
 class RetryOnOutOfMemory(Strategy):
     """A strategy that runs a loader batch by another `strategy`, in the contexts of the `savers`. If memory runs out
     and a saver adapts, runs it again with less memory, until it fits"""
-    may_repeat = True  # a loader batch may have several forward passes, for which `run_batch` prepares
+    # A loader batch may have several forward passes. So `run_batch` remembers the autocast of the batch, by `Autocast`,
+    # and each pass enters it again, because MixedPrecision leaves it after a pass
+    may_repeat = True
     def __init__(self, strategy:Strategy, savers:list[MemorySaver]):
         self.strategy = strategy
         self.savers = savers
         self.adapting = [o for o in savers if o.adapt]
         self.has_reported = False  # whether the savers reported the memory with which batches fit
-        self.n_steps = -1  # optimizer steps of the fit when the last batch began; -1: this is the first batch
+        self.steps_before = None  # `loop.n_steps` when the last batch began; None: no batch has begun
 
     def __call__(self, loop:WindowLoop):
         "Runs the loader batch that `loop.learn` holds"
@@ -111,20 +118,20 @@ class RetryOnOutOfMemory(Strategy):
 # %% ../../nbs/memory/04_retry.ipynb #a30a77ff
 @patch
 def run_until_it_fits(self:RetryOnOutOfMemory, loop:WindowLoop):
-    """Runs the batch again and again, with less memory each time, until it fits. Raises RuntimeError if no saver can
-    use less memory"""
-    # Gradients are 0 after each step. If there was no step since the last batch, this is a further batch of a window;
-    # or a callback cancels steps to add gradients up, as fastai's GradientAccumulation does
-    are_zero = loop.n_steps > self.n_steps
-    # The first batch of this process may continue what a killed process added up
-    if self.n_steps < 0: are_zero = not any(grad.any() for grad in gradients(loop.fit.params.summed))
-    self.n_steps = loop.n_steps
+    """Runs the batch; while memory runs out, undoes it and runs it again with less memory, such as in micro-batches of
+    32, 16 and 8 samples. Raises RuntimeError if no saver can use less memory"""
+    # Whether gradients are 0 now, which saves a copy of them. In the first batch, look: it may continue what a killed
+    # process added up. Later, they are 0 if there was a step since the last batch. If there was none, this is a further
+    # batch of a window; or a callback cancels steps to add gradients up, as fastai's GradientAccumulation does
+    if self.steps_before is None: are_zero = not any(grad.any() for grad in gradients(loop.fit.params.summed))
+    else: are_zero = loop.n_steps > self.steps_before
+    self.steps_before = loop.n_steps
     with loop.fit.processes.local_passes():
         batch = BatchUndo(loop, are_zero)
         while True:
             error = try_once(partial(self.run_once, loop))
             if error is None: return
-            self.has_reported = False
+            self.has_reported = False  # the savers report again, once the batch fits
             batch.undo()
             use_less_memory(loop, self.adapting, error)
             free_memory()

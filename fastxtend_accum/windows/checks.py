@@ -85,8 +85,8 @@ def check_learner(
     learn:Learner, # The Learner, with its optimizer
     cb:Callback, # The callback that runs the windows
 ):
-    """Raises ValueError if something in `learn` would read or change gradients before their sum is complete, or if the
-    model has a state that cannot be copied"""
+    """Raises ValueError if something in `learn` would read or change gradients before their sum is complete; or if the
+    model has a state that a Snapshot cannot copy, as that of torch.jit.script"""
     check_callbacks(learn, cb)
     params = trained_params(learn.opt)
     if any(getattr(p, '_post_accumulate_grad_hooks', None) for p in params):
@@ -100,11 +100,13 @@ def check_learner(
                          "script it afterwards")
 
 def check_callbacks(learn, cb):
-    """Raises ValueError if `cb`, which runs the windows, and another callback of `learn` both accumulate gradients, or
-    if a callback keeps gradients in another precision"""
+    """Raises ValueError if `cb`, which runs the windows, and another callback of `learn` both accumulate gradients; or
+    if a callback keeps gradients in another precision. For example, fastai's GradientAccumulation is an error beside
+    that of this package, and works beside a GradientCache"""
     others = [o for o in learn.cbs if o is not cb and o.run and accumulates(o)]
-    # If `cb` does not accumulate, as a GradientCache, each loader batch is a window, and cancelling it works as in
-    # fastai. So then one callback may accumulate by that, such as fastai's own
+    # Only if `cb` accumulates, too. A GradientCache does not: each loader batch is a window and has a step of its own.
+    # fastai's GradientAccumulation cancels some of these batches before the step, so that their gradients stay in
+    # `.grad` for the next batch. This works as without a GradientCache
     if others and accumulates(cb):
         kind = type(others[0])
         raise ValueError(f"{kind.__module__}.{kind.__name__} also accumulates gradients: remove it, or "
@@ -120,7 +122,7 @@ def uses_cuda_graphs(m)->bool:
     """Returns whether `m` was compiled with CUDA graphs. There are two ways to compile a module: `torch.compile(m)`
     returns an OptimizedModule, and `m.compile()` sets the attribute `_compiled_call_impl`. Both of these objects have
     the method `get_compiler_config`, whose settings come from the `mode` and `options` of the user"""
-    compiled = getattr(m, '_compiled_call_impl', None) or m
+    compiled = getattr(m, '_compiled_call_impl', None) or m  # the attribute is None if `m.compile()` was not called
     if not hasattr(compiled, 'get_compiler_config'): return False
     config = compiled.get_compiler_config() or {}
     return bool(config.get('triton.cudagraphs'))

@@ -25,14 +25,15 @@ def how_made_up(
     micro_bs:int, # Samples in a micro-batch, at most
     n_processes:int,
 )->str:
-    """Describes windows. Samples per step are counted over all processes, and samples at a time in each process:
+    """Returns how many samples a step has, and how they are split. Samples per step are counted over all processes, and
+    samples at a time in each process. For example:
 
     - '256 samples per step, at most 32 at a time'
     - '32 to 256 samples per step, at most 32 at a time', if windows vary in size
     - '256 samples per step, at most 32 at a time in each of 2 processes'"""
-    # Pieces of a loader batch may differ by one sample: 256 samples in 3 pieces are two of 85 and one of 86. So the
-    # smallest window is rounded down, which `samples` does, and the largest window is rounded up
-    least = smallest.samples(bs)*n_processes
+    # A window may be a piece of a loader batch. Pieces may differ by one sample: 256 samples in 3 pieces are two of 85
+    # and one of 86. So if both windows are such pieces, `least` is 85 and `most` is 86
+    least = smallest.samples(bs)*n_processes  # `samples` rounds down
     most = math.ceil(bs*largest.n_batches/largest.n_pieces)*n_processes
     sizes = f'{most}' if least == most else f'{least} to {most}'
     processes = f' in each of {n_processes} processes' if n_processes > 1 else ''
@@ -50,22 +51,27 @@ def buffers_by_module(model)->dict[nn.Module,list[Tensor]]:
 
 # %% ../../nbs/windows/11_description.ipynb #5b7e2c91
 class Differences:
-    """What makes the forward pass of a micro-batch differ from a pass of the whole batch. A pass of `model` has shown
-    it: which modules have a buffer that the pass has changed, and whether the pass has drawn random numbers. `before`
-    is a snapshot of the model from before the pass"""
+    """What makes the forward pass of a micro-batch differ from a pass of the whole batch. Made after a pass of `model`,
+    it compares the model with `before`, a snapshot from before the pass. It notes whether the pass has drawn random
+    numbers, and which modules have a buffer that the pass has changed. For example, `draws` is True if there is
+    dropout, and `changed` is a list of the batch norms"""
     def __init__(self, model, before:Snapshot):
         of_python,*others = random_states()
         of_python_before,*others_before = before.random_states
         # `equals` would compare the 625 numbers in Python's state one at a time
         self.draws = of_python != of_python_before or not equals(others, others_before)
         after_pass = buffers_by_module(model)
-        with before: before_pass = buffers_by_module(model)  # here the modules have copies from before the pass
+        # In this block, the model is as it was before the pass: each buffer is a copy with its old values
+        with before:
+            before_pass = buffers_by_module(model)
         self.changed = [m for m in after_pass if not equals(after_pass[m], before_pass[m])]
 
     def described(self, split:nn.Module)->str:
-        """Returns the end of a line, '. Same as one batch, except: random numbers (dropout).' for example; an empty
-        string if there are no differences. Only `split`, the model or a part of it, sees micro-batches, so only its
-        layers are named. Other parts may have drawn the random numbers"""
+        """Returns the end of a line, such as '. Same as one batch, except: random numbers (dropout).' Its first period
+        ends the sentence before it. Returns an empty string if there are no differences.
+
+        Only `split`, the model or a part of it, sees micro-batches, so only its layers are named. Other parts may have
+        drawn the random numbers"""
         res = []
         changed = [type(o).__name__ for o in split.modules() if o in self.changed]
         if changed: res.append(f"layers with buffers ({', '.join(uniqueify(changed))})")

@@ -44,11 +44,13 @@ class Loggers:
             if attrs.get('train_metrics'): self.train_metrics += rec.metrics
 
     def log_batch_size(self, samples:int):
-        """At the end of a round, after loggers have had their `after_batch`: logs the `samples` of its window. They are
-        0 if the window has no mean: callbacks cancelled the round, or its step is skipped"""
+        """At the end of a round, after loggers have had their `after_batch`: logs the `samples` of its window, such as
+        64. They are 0 if the window has no mean gradient, because a callback cancelled the round or the step is
+        skipped. TensorBoard and W&B get nothing then"""
         for rec in self.recorders:
-            # `accum_bs` gets an entry for each entry of `losses`, to which the Recorder adds in its `after_batch`. It
-            # adds no loss if it is paused, because the step is skipped, or if the batch has no targets
+            # `accum_bs` gets an entry for each entry of `losses`, so that the two lists belong together. The Recorder
+            # adds a loss in its `after_batch`, even if a callback cancelled the round: the entry for this loss is 0. It
+            # adds none if it is paused, because the step is skipped, or if the batch has no targets
             if len(rec.losses) > len(rec.accum_bs): rec.accum_bs.append(samples)
         if not samples: return
         for cb in self.tensorboard:
@@ -70,7 +72,7 @@ def until_end(self:Loggers, o, name:str, value):
     """Until the end of the round, gives `o` an attribute `name`, which hides an attribute of its class or of the
     Learner. Afterwards `o` has the value that it had itself, or no such attribute"""
     attrs = vars(o)  # not `setattr`: fastai warns if a callback gets an attribute that the Learner has, too
-    before = {name:attrs[name]} if name in attrs else {}
+    before = {name:attrs[name]} if name in attrs else {}  # empty if `o` itself has no such attribute
     def restore():
         del attrs[name]
         attrs.update(before)

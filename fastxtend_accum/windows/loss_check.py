@@ -45,8 +45,9 @@ class KeptMicroBatch(NamedTuple):
 
 def loss_by_parts(loss_func:Callable, micro_batches:list[KeptMicroBatch])->list[Tensor]:
     """Returns [loss, gradient, ...] of a window, as `loss_and_grads` does, but computed from its micro-batches, as
-    accumulation does. Each micro-batch is weighted by its share in the items of the window: losses of 2 and 4 over 3
-    items and 1 item become 2*3/4 + 4*1/4. Losses that are sums are added up"""
+    accumulation does. Losses that are means are weighted by their share in the items of the window, and added up: 2
+    over 3 items, and 4 over 1 item, become 2*3/4 + 4*1/4. Losses that are sums are added up as they are. Gradients are
+    weighted in the same way, and put in a row: those of 3 rows and of 1 row become those of 4 rows"""
     counts = [o.items for o in micro_batches]
     is_sum = None in counts
     loss_of_window = 0
@@ -54,10 +55,12 @@ def loss_by_parts(loss_func:Callable, micro_batches:list[KeptMicroBatch])->list[
     for args,_,items in micro_batches:
         share = 1 if is_sum else items/sum(counts)
         values = loss_and_grads(loss_func, args)
-        loss,*grads = [zero_if_empty(items, o)*share for o in values]  # without items, `values` are 0/0
+        # If a micro-batch has 0 items, such as ignored labels only, its loss and gradients are 0/0: count them as 0
+        loss,*grads = [zero_if_empty(items, o)*share for o in values]
         loss_of_window = loss_of_window+loss
         grads_of_parts.append(grads)
-    # `zip` puts the gradients of one tensor together. They have a row for each prediction, so their rows are joined
+    # `zip` brings the gradients of the same tensor together, one from each micro-batch. They have a row for each
+    # prediction, so their rows are joined, where the losses were added up
     grads_of_window = [torch.cat(parts) for parts in zip(*grads_of_parts)]
     return [loss_of_window, *grads_of_window]
 
@@ -107,11 +110,15 @@ class LossCheck:
         rows:int, # Rows of its tensors
         items:Count|None, # What its loss averages over; None: it is a sum
     ):
-        """Adds a copy of a micro-batch to `kept`, if its window is to be checked: not if enough windows were checked,
-        or if its micro-batches are too large to be kept"""
+        """Adds a copy of a micro-batch to `kept`, which `check` gets at the end of the window. There are three special
+        cases:
+
+        - a callback has replaced the loss function: begins again, so `kept` has this micro-batch only
+        - enough windows were checked: does nothing
+        - the micro-batches of the window are too large to be kept: stops the check of further windows, too"""
         if loss_func != self.loss_func:  # not `is not`, because a bound method is a new object each time
-            self.begin(loss_func)  # a callback has replaced the loss function
-            kept.clear()
+            self.begin(loss_func)
+            kept.clear()  # losses of the earlier micro-batches were computed by another function
         if not self.windows_left: return
         tensors = tensors_in([args, *[o.args for o in kept]])
         if sum(o.nbytes for o in tensors) > self.max_bytes:

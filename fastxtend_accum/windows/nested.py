@@ -13,7 +13,7 @@ from fastai.basics import *
 
 # %% auto #0
 __all__ = ['children', 'rebuilt', 'map_tensors', 'leaves_in', 'tensors_in', 'looks_like_sample_list', 'n_rows', 'part_bounds',
-           'NotBySample', 'NotSamplesFirst', 'has_rows', 'slice_rows', 'slice_fields', 'join', 'all_are_sample_lists',
+           'NotBySample', 'NotSamplesFirst', 'has_rows', 'slice_rows', 'slice_fields', 'join', 'look_like_sample_lists',
            'join_leaves']
 
 # %% ../../nbs/windows/00_nested.ipynb #45667e7f
@@ -75,23 +75,27 @@ def n_rows(
     b, # A batch of inputs and targets
     expected:int|None=None, # Number of samples, as the DataLoader counts them; None: unknown
 )->int:
-    """Returns the number of rows in `b`, by the first of these rules that applies:
+    """Returns the number of rows in `b`, the fields of a batch, of which the last one is taken for the targets.
+    This is `expected` if any field agrees. For example, if 4 samples are expected:
 
-    1. `expected`, if the targets are a tensor of that length
-    2. `expected`, if another tensor has that length
-    3. `expected`, if a field, such as the targets, is a list of that many samples
-    4. the length of the targets, if they are a tensor
-    5. the length of the first tensor
-    6. `expected`
+    - 4, if the targets have shape (4,)
+    - 4, if inputs have shape (4, 3), whatever the targets are
+    - 4, if the targets are a list of 4 tensors, such as the boxes in each image
+
+    If no field agrees, a callback may have changed the batch. Then tensors decide:
+
+    - 3, if the targets have shape (3,)
+    - 5, if the first tensor has shape (5, 2), and the targets are no tensor
+    - 4, if there are no tensors
 
     Raises ValueError if there is no tensor and `expected` is None"""
     fields = children(b) or [b]
     targets = fields[-1]
     have_rows = isinstance(targets, Tensor) and targets.ndim > 0
-    if have_rows and len(targets) == expected: return expected  # nearly every batch; the other rules take longer
+    if have_rows and len(targets) == expected: return expected  # first, because it holds for nearly every batch
     lengths = [len(o) for o in tensors_in(fields)]
     if expected in lengths: return expected
-    # `b` itself is not asked: a batch of two fields is not a list of two samples
+    # Each field, and not `b` itself: a batch of two fields is not a list of two samples
     if any(looks_like_sample_list(o, expected) for o in fields): return expected
     if have_rows: return len(targets)
     if lengths: return lengths[0]
@@ -156,22 +160,21 @@ def join(
     one = outputs[0]
     if len(set(map(type, outputs))) > 1: raise NotBySample("the outputs of micro-batches differ in structure")
     if children(one) is None: return join_leaves(outputs, sizes)
-    if all_are_sample_lists(outputs, sizes): return rebuilt(one, list(chain(*outputs)))
+    if look_like_sample_lists(outputs, sizes): return rebuilt(one, list(chain(*outputs)))
     # Their items are fields, such as logits and hidden states. Each output must have the same fields
     names = [list(o) if isinstance(o, Mapping) else len(o) for o in outputs]  # fields without names are counted
     if any(o != names[0] for o in names): raise NotBySample("the outputs of micro-batches differ in structure")
     fields = zip(*map(children, outputs))
     return rebuilt(one, [join(parts, sizes) for parts in fields])
 
-def all_are_sample_lists(outputs:Sequence, sizes:list[int])->bool:
-    """Guesses whether each of these outputs, which are tuples, lists or mappings, has one entry for each sample of its
-    micro-batch: yes if all have the right length, and one of them cannot be anything else. For example, a model returns
-    the boxes in each image:
+def look_like_sample_lists(outputs:Sequence, sizes:list[int])->bool:
+    """Guesses whether these outputs, one tuple, list or mapping for each micro-batch, are lists that have one entry for
+    each sample. All outputs of a model are of one kind. So if all have the right length, one that looks like a list of
+    samples settles it for all. For example, a model returns the boxes in each image:
 
-    - for 3 images, tensors of 1, 4 and 2 boxes. These look like a list of samples
-    - for 2 images, two tensors of 2 boxes. By chance, these look like two outputs of 2 rows
-
-    The outputs of a model are of one kind, so one output that looks like a list of samples settles it for all"""
+    - for 3 images, tensors of 1, 4 and 2 boxes. These look like a list of samples, so the answer is yes
+    - for 2 images, two tensors of 2 boxes. By chance, these look like two outputs of 2 rows. The answer is still yes,
+      because of the other micro-batch"""
     lengths = [len(o) for o in outputs]
     return lengths == sizes and any(map(looks_like_sample_list, outputs, sizes))
 

@@ -72,16 +72,18 @@ class Processes:
 
     def before_forward(self, window:Window, ends_window:bool):
         """Before each micro-batch: makes DDP average gradients in the backward pass that ends the window, and in no
-        other. There are two cases in which DDP averages in no pass at all, and `reduce_window` averages:
+        other. With 4 micro-batches, it averages in the last one only. There are two cases in which DDP averages in no
+        pass at all, and `reduce_window` averages after the last one:
 
         - passes are local
         - `window` sums the gradients of half-precision weights in float32. DDP would average them in half precision"""
         if self.n == 1: return
-        sums = window.grads  # None in a window of a single micro-batch, which has no sums
+        sums = window.grads  # its GradientSums; None if the window has a single micro-batch, and nothing to sum
+        # `in_float32` is a list of the half-precision weights whose gradients are summed in float32
         has_float32_sums = sums is not None and bool(sums.params.in_float32)
         averages_later = self.passes_are_local or has_float32_sums
         enable_gradient_sync(self.learn.model, ends_window and not averages_later)
-        self.has_averaged = False
+        self.has_averaged = False  # until `after_backward` of this micro-batch, which a cancelled pass does not reach
 
     def after_backward(self):
         "After a backward pass: notes whether DDP averaged in it. It is not called if a callback cancelled the pass"
@@ -127,15 +129,18 @@ def sums_of_all(self:Processes, losses:LossSums)->LossSums:
 
 @patch
 def average_grads(self:Processes):
-    """Makes each gradient its mean over processes, as DDP does: of all parameters that have a gradient in any process.
-    Leaves gradients as they are if the last backward pass already averaged them, as DDP may do, and FSDP always does"""
+    """Makes each gradient its mean over processes, as DDP does: gradients of 2 and 4 in two processes become 3 in both.
+    A process without a gradient takes part with 0, if another process has one. Leaves gradients as they are if the last
+    backward pass already averaged them, as DDP may do, and FSDP always does"""
     model = self.learn.model
     if self.has_averaged or is_sharded(model): return
     params = [p for p in model.parameters() if p.requires_grad]
     n_with_gradient = reduce_numbers(model, [p.grad is not None for p in params])
     for p,n in zip(params, n_with_gradient):
         if not n: continue
-        if p.grad is None:  # `grad_dtype` is the dtype in which `GradientSums` of the other processes sum gradients
+        if p.grad is None:
+            # A gradient must have the same type in all processes. Since PyTorch 2.10, a weight has a `grad_dtype`: it
+            # is float32 where `GradientSums`, in each process alike, sums gradients of half precision in float32
             p.grad = torch.zeros_like(p, dtype=getattr(p, 'grad_dtype', p.dtype))
         dist.all_reduce(p.grad, group=group_of(model))
         p.grad.div_(self.n)

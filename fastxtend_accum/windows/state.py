@@ -107,7 +107,7 @@ class Snapshot(AttributeCopy):
         self.values = []  # pairs of a tensor that may be changed in place, and its copy
         for attrs in dicts:
             self.values += [(o, o.clone()) for o in attrs.values() if is_copied(o)]
-        self.outside = None  # during a block: the attributes from before it
+        self.before_block = None  # in a `with` block: the attributes and random states that its end restores
 
     def restore(self):
         "Undoes everything that has happened since the snapshot was taken"
@@ -115,18 +115,20 @@ class Snapshot(AttributeCopy):
         for o,value in self.values: restore_value(o, value)
 
     def __enter__(self):
-        "Begins a further run, in which everything is as it was when the snapshot was taken"
-        self.outside = AttributeCopy(self.dicts)
-        self.restore_attributes()
+        "Begins a further run, in which everything is as it was when the snapshot was taken. `__exit__` undoes the run"
+        self.before_block = AttributeCopy(self.dicts)
+        self.restore_attributes()  # the objects are those of the snapshot again, but code may have changed tensors
         self.replace_tensors()
 
     def replace_tensors(self):
-        """Puts new tensors with the old values into the dicts, in place of tensors that may have changed. Writes
-        nothing into the old tensors, because the backward pass may still need their current values"""
+        """Called after `restore_attributes`: replaces the tensors in the dicts by new tensors with the values of the
+        snapshot. For example, a running mean that was 0 in the snapshot, and is .5 now, is replaced by a new tensor of
+        0. The old tensor keeps its .5, because a backward pass may still need that value"""
+        # By the id of the old tensor, so a tensor that two attributes share gets one copy, which they share
         copies = {id(o):value.clone() for o,value in self.values}
         for attrs in self.dicts:
             for name,o in attrs.items(): attrs[name] = copies.get(id(o), o)
 
     def __exit__(self, *args):
-        self.outside.restore_attributes()
-        self.outside = None  # frees what a pass has made
+        self.before_block.restore_attributes()
+        self.before_block = None  # frees what a pass has made
