@@ -62,7 +62,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
         **kwargs, # Further arguments of `GradientAccumulation`
     ):
         check_size('start_accum_bs', start_accum_bs)  # before the base class puts its default in place of None
-        store_attr('final_accum_bs,start,finish,schedule,scale')
+        store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')
         super().__init__(
             accum_bs=start_accum_bs,  # by the property below, it becomes the attribute `start_accum_bs`
             n_acc=None,  # so that Python refuses it among the `kwargs`
