@@ -212,10 +212,10 @@ def plan_of(self:WindowCallback,
 )->EpochPlan:
     "Returns the plan of the windows of `dl` in an `epoch`; raises ValueError if a size in the fit is invalid"
     info = self.loader_info_of(dl)
-    def in_one_process(size:float|None)->float:
+    def in_one_process(size):
         "Returns how many samples of a window one process loads. `size` counts all processes; None: a loader batch"
         return info.expected_batch_size if size is None else size/n_processes
-    def size_at_pct(pct_train:float)->float:
+    def size_at_pct(pct_train):
         "Returns the wanted size of a window that begins at `pct_train`, in samples of one process"
         return in_one_process(self.window_size_at(pct_train, n_epoch))
     # Sizes of the fit, among them the smallest and the largest. The curve of a schedule may leave the range between its

@@ -119,9 +119,8 @@ def items_of_loss(
     1. the user's `num_items`
     2. the labels that the model gets with its inputs, if it computes the loss itself
     3. the loss function"""
-    learn,num_items = fit.learn,fit.cb.num_items
-    if num_items is not None: return check_items(num_items(learn))
-    labels = n_model_labels(learn)
+    if fit.cb.num_items is not None: return check_items(fit.cb.num_items(fit.learn))
+    labels = n_model_labels(fit.learn)
     return counted_by_loss if labels is None else labels
 
 def note_replaced_loss(fit:FitContext, window:Window):

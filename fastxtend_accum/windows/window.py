@@ -43,7 +43,7 @@ def zero_grads_if_empty(tensors:list, count:Count):
     items, or the weight of the loss, which is 0 if there are no items. Multiplying the loss by 0 is not enough, because
     the gradient of a mean over nothing is NaN, and NaN*0 is NaN"""
     # PyTorch calls the hook of a tensor with its gradient, and continues the backward pass with what the hook returns
-    def hook(grad:Tensor)->Tensor: return zero_if_empty(count, grad)
+    def hook(grad): return zero_if_empty(count, grad)
     handles = [o.register_hook(hook) for o in tensors if o.requires_grad]
     try: yield
     finally:
