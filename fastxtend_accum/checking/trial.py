@@ -125,8 +125,8 @@ def use_whole_batches(learn):
 
 # %% ../../nbs/checking/01_trial.ipynb #c9e606c0
 class Seeds(Callback):
-    """Makes both ways of training begin each window in the same random state, so that code outside of the model, such
-    as a callback, draws the same numbers in both. Dropout draws other numbers: see `after_pred`"""
+    """Makes both ways of training begin each window in the same random state, so that what a callback draws once for
+    each window is the same in both. Dropout draws other numbers: see `after_pred`"""
     order = -1000  # before all others
 
     def before_step(self):

@@ -99,8 +99,9 @@ def keep_trained(self:SavedFit):
 @patch
 def end(self:SavedFit):
     """After the fit: saves the final state, in case the process is killed in a later fit. If the fit has not gone on
-    from the file, the final state is the state in the file. There are two cases: the saved fit was complete, or a
-    callback has cancelled this fit before it came to the place in the file"""
+    from the file, the final state is the state in the file. There are two cases: the saved fit was complete; or a
+    callback has cancelled this fit before it came to the place in the file. A cancelled fit ends with the last state
+    that it had, and that is in the file"""
     # In the first case `begin` restored this state, but since then, `after_fit` of callbacks may have changed it
     if self.found: self.restore()
     self.save(None)
