@@ -154,7 +154,9 @@ def run_notebook(path):
             timeout=SECONDS,
             startup_timeout=SECONDS,
             iopub_timeout=SECONDS)
-        client.execute()
+        # An environment for the process that asks for a kernel. Without it, `os.environ` would be copied, which fails if
+        # pytest changes it at the same moment, as it does for each test
+        client.execute(env={})
     return stored, nb.cells
 
 
@@ -173,7 +175,7 @@ import fastxtend_accum.all as a
 from importlib.util import find_spec
 tools = ["nbdev", "pytest", "hypothesis", "accelerate"]
 print(a.__file__, *[o for o in tools if find_spec(o)])'''
-    python = colab/'env'/'bin'/'python'
+    python = colab/'env/bin/python'
     out = subprocess.run([python, '-c', code], cwd=colab, capture_output=True, text=True, check=True)
     [path] = out.stdout.split()
     assert Path(path).is_relative_to(colab/'env')
