@@ -154,8 +154,8 @@ def run_notebook(path):
             timeout=SECONDS,
             startup_timeout=SECONDS,
             iopub_timeout=SECONDS)
-        # An environment for the process that asks for a kernel. Without it, `os.environ` would be copied, which fails if
-        # pytest changes it at the same moment, as it does for each test
+        # An environment for the process that asks for a kernel. Without it, `os.environ` would be copied, which fails
+        # if pytest changes it at the same moment, as it does for each test
         client.execute(env={})
     return stored, nb.cells
 
