@@ -46,7 +46,8 @@ class AutoResume(WindowCallback):
         every = 1 if self.every is None else self.every
         if not isinstance(every, Real) or every < 1 or every%1:
             raise ValueError(f'every must be a whole number of steps, not {every!r}: pass a number such as 100')
-        if not Path(self.fname).name.strip('.'):  # '', '.' or '..': the folder would have files of the user's, too
+        # '', '.' or '..': the folder would have files of the user's, too
+        if not isinstance(self.fname, (str,Path)) or not Path(self.fname).name.strip('.'):
             raise ValueError(f"fname must be the name of a folder, not {self.fname!r}: pass a name such as 'resume'")
         if not isinstance(self.minutes, Real) or not self.minutes > 0:  # NaN, too
             raise ValueError(f'minutes must be above 0, not {self.minutes!r}: pass a number such as 5')

@@ -90,6 +90,27 @@ def test_after_an_error_the_same_learner_goes_on(make_learner, cbs, at):
     assert_same_end(train(learn, *L(cbs())), expected)
 
 
+class Doubles(Callback):
+    "Doubles the outputs of the model as long as a fit runs"
+    def before_fit(self):
+        forward = self.model.forward
+        def doubled(x): return 2*forward(x)
+        self.model.forward = doubled
+
+    def after_fit(self): del self.model.forward
+
+
+def two_fits():
+    learn = learner(Doubles())
+    train(learn, n_epoch=1)
+    return train(learn, n_epoch=2)
+
+
+def test_a_callback_may_delete_in_after_fit_what_it_has_made_in_before_fit():
+    "Also if the script starts again after this fit has ended"
+    assert_goes_on(two_fits, at=20)
+
+
 class Cancels(Callback):
     "Ends the fit before an epoch, as a limit of time does"
     now = False
@@ -163,7 +184,7 @@ def test_a_fit_within_a_fit_is_another_one():
 
 @pytest.mark.parametrize('kwargs', [
     dict(every=.5), dict(every=0), dict(every='10'), dict(minutes=math.nan), dict(minutes='5'), dict(fname=''),
-    dict(fname='..')])
+    dict(fname='..'), dict(fname=None)])
 def test_a_wrong_argument_is_an_error_that_names_it(kwargs):
     name, = kwargs
     with pytest.raises(ValueError, match=f'{name} must be'): AutoResume(**kwargs)

@@ -214,7 +214,9 @@ def begin(self:SavedFit)->int:
         self.leader.begin_epoch_at(place)
     else:  # the fit had ended
         self.leader.begin_fit()  # makes the loop, whose counts users read: no epoch will run, whose training makes it
-        self.restore()
+        # The state after `after_fit`, although callbacks get `after_fit` once more, and may read it. What they have
+        # made in `before_fit` stays until then, because they may delete it in `after_fit`. `end` restores all
+        self.graph.restore(found['rest'], found['weights'])
     if self.cb.verbose and self.rank == 0:
         where = 'in' if place else 'at the end of'
         print(f'AutoResume: resuming {where} epoch {learn.epoch} from {self.path}')  # its number was restored, too
