@@ -255,5 +255,6 @@ def before_validate(self:GradientAccumulation):
     learn = self.learn
     if not learn or self.micro_batch_size is None: return
     size = self.micro_bs  # None before the first fit
-    if size is None or is_stateful(learn) or not can_be_smaller(learn.dl, size): return
-    learn.dl = in_batches_of(learn.dl, size)  # until fastai sets `dl` for the next epoch
+    dl = vars(learn).get('dl')  # None in a Learner that shares its callbacks with one that was made later
+    if size is None or is_stateful(learn) or not can_be_smaller(dl, size): return
+    learn.dl = in_batches_of(dl, size)  # until fastai sets `dl` for the next epoch

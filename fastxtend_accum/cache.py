@@ -11,12 +11,11 @@ from contextlib import nullcontext
 from fastai.basics import *
 
 from .windows.checks import check_callable,check_micro_batch_size
-from .windows.nested import join,map_tensors,part_bounds,slice_fields,slice_rows,tensors_in
+from .windows.nested import is_time_first,join,map_tensors,part_bounds,slice_fields,slice_rows,tensors_in
 from .windows.processes import inner_model,is_sharded
 from .windows.state import Snapshot
 from .memory.blocks import check_inside
 from .memory.hidden_state import run_in_parts
-from .memory.micro_batches import check_samples_first
 from .memory.override import override_attr
 from .memory.retry import MemorySaver
 from .callback import WindowCallback
@@ -48,8 +47,8 @@ def cached_forward(
         in the first dimension of the outputs, and joins these"""
         # The largest number of rows, so that slicing a tensor that has fewer raises an error
         n = max(map(len, tensors_in((args, kwargs))), default=0)
+        if is_time_first((args, kwargs), samples): n = samples  # if time has another length, slicing raises an error
         if n <= size: return forward(*args, **kwargs)
-        check_samples_first((args, kwargs), n, samples)
         def run_part(start:int, end:int):
             "Returns the output for these rows"
             # The backward pass begins with the last part, so the last part need not run again

@@ -140,9 +140,8 @@ def before_train(self:WindowCallback):
 
 @patch
 def set_up_epoch(self:WindowCallback):
-    """Plans the windows of this epoch, and checks whether the Learner can run them. Then sets `learn.dl` to an
-    `EpochBatches`, which `Learner.all_batches` runs in windows. If a killed fit continues in this epoch, goes to its
-    `place`"""
+    """Plans the windows of this epoch, and checks whether the Learner can run them. Then makes the loop run them. If a
+    killed fit continues in this epoch, goes to its `place`"""
     learn,loop = self.learn,self.loop
     place = self.place
     self.place = None
@@ -155,7 +154,6 @@ def set_up_epoch(self:WindowCallback):
     plan = self.plan_of(learn.dl, learn.epoch, learn.n_epoch, loop.fit.processes.n, carried_sizes)
     self.check(plan)  # in each epoch, because a callback may have changed sizes, the DataLoader or the optimizer
     loop.begin_epoch(learn.dl, plan, carried)
-    learn.dl = loop.batches
     if place is not None: loop.go_to(place)
 
 @patch

@@ -125,7 +125,10 @@ def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:i
     if pct_train >= finish-_tiny: return self.final_accum_bs
     if pct_train < start: return self.start_accum_bs
     position = (pct_train-start)/(finish-start)  # on the curve, from 0 to 1
-    curve = self.schedule(self.start_accum_bs, self.final_accum_bs)
+    try: curve = self.schedule(self.start_accum_bs, self.final_accum_bs)
+    except TypeError as e:  # `SchedCos(32, 512)`, for example, is a function of the position
+        raise TypeError("schedule must be a fastai annealer, such as SchedCos, or a function f(start, end), not "
+                        f"{self.schedule!r}") from e
     size = float(curve(position))
     if not 1 <= size < math.inf:
         raise ValueError(f"the schedule gives a batch size of {size} at {pct_train:.3f} of training, not 1 or more")

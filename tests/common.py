@@ -117,9 +117,7 @@ def fit(learn, n_epoch=3, lr=0.1, method='fit', **kwargs):
 
 def fit_aloud(learn, n_epoch=3, lr=0.1, method='fit', **kwargs):
     "Trains, and prints what this package says, but not fastai's table"
-    def print_text(o):
-        if isinstance(o, str): print(o)
-    with learn.no_bar(), override_attr(learn, 'logger', print_text): getattr(learn, method)(n_epoch, lr, **kwargs)
+    with learn.no_bar(), override_attr(learn, 'logger', [].append): getattr(learn, method)(n_epoch, lr, **kwargs)
     return learn
 
 

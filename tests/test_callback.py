@@ -118,7 +118,7 @@ def test_settings_that_were_changed_since_the_last_fit_are_those_of_a_new_callba
 
 @pytest.mark.parametrize('cb, name, value, says', [
     (G(32), 'accum_bs', 20, 'accum_bs=20 (samples) is not a multiple'),
-    (G(32), 'n_acc', 32., 'accum_bs counts samples, so it must be an int'),
+    (G(32), 'n_acc', 32., 'accum_bs must be an int, not 32.0'),
     (G(32), 'remainder', 'keep', 'remainder must be one of'),
     (S(8, 32), 'start', .5, 'start=0.5 is after finish=0.3'),
     (all_blocks(), 'blocks', 'body', "blocks must be a function of the model, or 'auto'"),

@@ -16,12 +16,12 @@ Schedule = partial(GradientAccumulationSchedule, 16, 64)
 # Arguments
 
 @pytest.mark.parametrize('make, says', [
-    (lambda: GradientAccumulation(0), 'accum_bs must be at least 1 sample, not 0'),
-    (lambda: GradientAccumulation(32.), 'accum_bs counts samples, so it must be an int, not 32.0'),
+    (lambda: GradientAccumulation(0), 'accum_bs must be at least 1, not 0'),
+    (lambda: GradientAccumulation(32.), 'accum_bs must be an int, not 32.0'),
     (lambda: GradientAccumulation(True), 'not True'),
     (lambda: GradientAccumulation(32, False), 'n_acc=False both set'),  # log_accum_batch, one place too early
     (lambda: GradientAccumulation(32, accum=3), "unexpected keyword argument 'accum'"),
-    (lambda: GradientAccumulation(n_acc=32.), 'accum_bs counts samples, so it must be an int, not 32.0'),
+    (lambda: GradientAccumulation(n_acc=32.), 'accum_bs must be an int, not 32.0'),
     (lambda: GradientAccumulation(32, None, 16), 'log_accum_batch must be True or False, not 16'),
     (lambda: GradientAccumulation(micro_batch_size='half'), "a number of samples or 'auto', not 'half'"),
     (lambda: GradientAccumulation(32, remainder='keep'), "('step', 'carry', 'drop') or None, not 'keep'"),
@@ -31,9 +31,9 @@ Schedule = partial(GradientAccumulationSchedule, 16, 64)
     (lambda: GradientAccumulation(32, num_items=5), 'num_items must be a function of the Learner'),
     (lambda: GradientCache(0), 'micro_batch_size must be at least 1'),
     (lambda: GradientCache(None), 'not None'),
-    (lambda: GradientCache(8, 'body'), "part must be a function of the model, not 'body'"),
-    (lambda: GradientAccumulationSchedule(16, 64.), 'final_accum_bs counts samples'),
-    (lambda: GradientAccumulationSchedule(None, 64), 'start_accum_bs counts samples'),  # it has no default
+    (lambda: GradientCache(8, nn.Tanh()), 'part must be a function of the model, not Tanh()'),
+    (lambda: GradientAccumulationSchedule(16, 64.), 'final_accum_bs must be an int'),
+    (lambda: GradientAccumulationSchedule(None, 64), 'start_accum_bs must be an int'),  # it has no default
     (lambda: Schedule(n_acc=32), "multiple values for keyword argument 'n_acc'"),
     (lambda: Schedule(0.25, 0.75, SchedCos, 32), 'log_accum_batch must be True'),  # fastxtend's order
     (lambda: Schedule(finish=NAN), 'finish=nan is outside of training: use a fraction'),
@@ -124,6 +124,9 @@ def minus_one(learn): return -1
     (lambda: on_96(GradientAccumulation(20)), "accum_bs=20 (samples) is not a multiple of"),
     (lambda: on_96(GradientAccumulationSchedule(16, 60)), 'final_accum_bs=60'),
     (lambda: on_96(Schedule(scale=dict(rate=linear_scale))), "no hyper-parameter 'rate': use one of ["),
+    (lambda: on_96(Schedule(scale=sqrt_scale)), 'scale must be a dict, such as'),
+    (lambda: on_96(Schedule(scale=dict(lr=2.))), "scale['lr'] must be a rule f(value, ratio), not 2.0"),
+    (lambda: on_96(Schedule(schedule=SchedCos(16, 64))), 'schedule must be a fastai annealer, such as SchedCos, or'),
     (lambda: on_96(Schedule(finish=3)), 'finish=3 is outside of training: use a fraction'),
     (lambda: on_96(GradientAccumulation(32, num_items=minus_one)), 'num_items must return a count'),
     (lambda: on_96(GradientAccumulation(32), FastaiAccumulation(32)), 'training.GradientAccumulation also accumulates'),

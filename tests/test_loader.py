@@ -153,18 +153,19 @@ def test_a_window_that_begins_with_carried_batches_has_the_size_of_where_it_bega
 
 def epoch_batches(dl, size=16):
     plan = plan_of(loader_info(dl), size)
-    return EpochBatches(dl, plan, [], None, len(plan.windows))
+    return EpochBatches(dl, plan, [])
 
 
 def test_batches_are_the_loader_to_callbacks():
-    "They find its attributes and its batches; `len` is that of fastai's loop, at least 1"
+    "They find and set its attributes, and read its batches; `len` is that of fastai's loop, at least 1"
     dl = sized()
-    batches = epoch_batches(dl)
-    assert batches.bs == 8
-    assert batches.dataset is SAMPLES
-    assert [len(inputs) for inputs, _ in batches] == [8, 8, 4]
-    assert len(batches) == 2
-    assert len(epoch_batches(stream(n=0))) == 1
+    shown = ShownLoader(dl, None, 2)
+    shown.bs = 12
+    assert shown.bs == dl.bs == 12
+    assert shown.dataset is SAMPLES
+    assert [len(inputs) for inputs, _ in shown] == [12, 8]
+    assert len(shown) == 2
+    assert len(ShownLoader(dl, None, 0)) == 1
 
 
 # Fits with loaders of all kinds

@@ -290,7 +290,7 @@ def own_method(name):
     return method
 
 
-NAMES = ['one_batch', 'all_batches', '_do_one_batch', '_do_grad_opt', '_backward', '_call_one']
+NAMES = ['_do_epoch_train', 'one_batch', 'all_batches', '_do_one_batch', '_do_grad_opt', '_backward', '_call_one']
 
 
 def assert_error_before_training(learn, name, cb='GradientAccumulation'):

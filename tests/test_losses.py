@@ -381,6 +381,15 @@ def test_a_loss_without_a_rule_goes_by_rows(loss_func):
     assert loss_items(loss_func, VALUES, BINARY, rows=5) == 5
 
 
+class Unsqueezes(nn.MSELoss):
+    def forward(self, pred, targ): return super().forward(pred, targ[:, None])
+
+
+def test_targets_need_not_have_the_shape_of_the_outputs():
+    "A loss of a user's class may reshape them"
+    assert loss_items(Unsqueezes(), torch.zeros(8, 1), torch.zeros(8)) == 8
+
+
 @pytest.mark.parametrize('args', [(VALUES, TARGETS, TARGETS), ((VALUES, VALUES), TARGETS)])
 def test_a_built_in_rule_counts_no_other_arguments_than_two_tensors(args):
     class OfSeveral(nn.MSELoss): "May take more, or tuples"

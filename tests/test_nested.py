@@ -66,6 +66,7 @@ def test_tensors_are_found_in_order_and_without_single_numbers():
     ({'ids': torch.zeros(4, 2)}, None, 4),
     ([tensor(1.), torch.zeros(4), ['a']], None, 4),  # targets are no tensor
     (('a', None), 3, 3),
+    ((torch.zeros(9, 6, 3), torch.zeros(9, 6)), 6, 6),  # time comes first
     ([torch.zeros(5, 3), zeros(2, 2, 2, 2, 2)], 6, 5),  # the boxes of five images, in the last batch
     (zeros(1, 1), 2, 1)])  # as many fields as samples in a full batch
 def test_rows_are_those_of_the_targets_or_the_expected_number_if_something_has_it(batch, expected, rows):

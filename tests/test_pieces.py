@@ -106,11 +106,37 @@ def test_a_piece_is_cancelled_as_a_batch_of_the_small_loader(event, exc):
 
 # Batches that can be cut
 
-def test_a_batch_that_cannot_be_sliced_is_an_error_before_training():
-    def as_set(samples): return set(samples), None
-    learn = learner_on(fastai_loader(96, 32, as_set), GradientAccumulation(8))
-    with pytest.raises(ValueError, match='cannot split a set: use dense tensors'): fit(learn)
+def as_set(samples): return set(samples), None
+def with_time_first(samples): return torch.zeros(9, 32, 5), torch.zeros(9, 32)
+
+
+@pytest.mark.parametrize('collate, says', [
+    (as_set, 'cannot split a set: use dense tensors'),
+    (with_time_first, 'shape (9, 32, 5) for 32 samples')])
+def test_a_batch_that_cannot_be_sliced_is_an_error_before_training(collate, says):
+    learn = learner_on(fastai_loader(96, 32, collate), GradientAccumulation(8))
+    with pytest.raises(ValueError, match=re.escape(says)): fit(learn)
     assert learn.sees_batches.seen == []
+
+
+def as_dict(samples):
+    x, y = tud.default_collate(samples)
+    return dict(x=x, y=y)
+
+
+class OfDicts(Learner):
+    def _split(self, b): self.xb, self.yb = (b['x'],), (b['y'],)
+
+
+def test_a_batch_may_be_a_dict():
+    def train(bs, *cbs):
+        learn = learner_on(fastai_loader(96, bs, as_dict), *cbs, opt_func=SGD)
+        learn.__class__ = OfDicts
+        learn.dls.valid = learn.dls.train
+        return fit(learn)
+    plain = train(8)
+    assert_moved(plain)
+    assert_bit_for_bit(train(32, GradientAccumulation(8)), plain)
 
 
 def test_a_loader_that_states_no_batch_size_is_cut():

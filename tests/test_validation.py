@@ -103,6 +103,14 @@ class Interrupts(Callback):
         if self.n == 2: raise KeyboardInterrupt
 
 
+def test_a_learner_validates_that_shares_its_callback_with_one_made_later():
+    learn, _ = learner_of(8)
+    fit(learn, 1)
+    expected = predicted(learn)[0]
+    make_learner(8, cbs=learn.gradient_accumulation)
+    assert abs(predicted(learn)[0]-expected) < FLOAT32
+
+
 @pytest.mark.parametrize('method', ['validate', 'get_preds', 'fit'])
 def test_an_interrupt_in_validation_leaves_nothing(method):
     learn, memory = learner_of(8)

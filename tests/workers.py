@@ -1,6 +1,8 @@
 "What each process of `test_processes.py` does: `torchrun --nproc-per-node 2 tests/workers.py FOLDER [CASE]`"
+import io
 import os
 import sys
+from contextlib import redirect_stdout
 from datetime import timedelta
 from unittest.mock import patch as patched
 
@@ -263,14 +265,10 @@ def tokens_auto(**kwargs):
 
 def lines(m, **kwargs):
     "Returns what a fit prints"
-    said = []
-
-    def note(o):
-        if isinstance(o, str): said.append(o)
-
+    printed = io.StringIO()
     learn = make_learner(4, cbs=accum(4, micro_batch_size=2), m=m)
-    with together(learn, **kwargs), override_attr(learn, 'logger', note): learn.fit(1)
-    return said
+    with together(learn, **kwargs), override_attr(learn, 'logger', [].append), redirect_stdout(printed): learn.fit(1)
+    return printed.getvalue().splitlines()
 
 
 def interrupted():

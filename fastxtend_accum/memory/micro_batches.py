@@ -11,15 +11,13 @@ from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 
 from ..windows.loop import Strategy,WindowLoop
-from ..windows.nested import (NotBySample,NotSamplesFirst,join,map_tensors,part_bounds,slice_fields,slice_rows,
-                              tensors_in)
+from ..windows.nested import NotBySample,NotSamplesFirst,join,map_tensors,part_bounds,slice_fields,slice_rows
 from ..windows.processes import inner_model
 from .hidden_state import run_in_parts
 from .override import override_attr
 
 # %% auto #0
-__all__ = ['per_sample_names', 'held_rows', 'chunk_bounds', 'check_samples_first', 'MicroBatches', 'run_split', 'joined_output',
-           'end_split_batch']
+__all__ = ['per_sample_names', 'held_rows', 'chunk_bounds', 'MicroBatches', 'run_split', 'joined_output', 'end_split_batch']
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #bfa7b934
 def per_sample_names(cb)->list[str]:
@@ -59,20 +57,6 @@ def chunk_bounds(
     bounds_in_samples = part_bounds(samples, math.ceil(samples/most))
     return [(start*rows//samples, end*rows//samples) for start,end in bounds_in_samples]
 
-# %% ../../nbs/memory/02_micro_batches.ipynb #2742d7f0
-def check_samples_first(b, n:int, samples:int):
-    """Raises ValueError if the tensors in `b`, of `n` rows, probably have time in their first dimension and the samples
-    in their second one: then to split the rows would cut each sample into pieces. For example, with 4 `samples`:
-
-    - an error: tensors of shapes (12, 4) and (12, 4, 300), which have 12 time steps and 4 samples
-    - no error: tensors of shapes (12, 4) and (12, 9), because the second one has no dimension of 4
-    - no error: tensors of shape (4, 4), whose first dimension is taken for the samples"""
-    if n == samples: return
-    are_second = [o.ndim > 1 and o.shape[1] == samples for o in tensors_in(b)]
-    if not all(are_second): return
-    raise ValueError(f"cannot split tensors of {n} rows in a batch of {samples} samples: put the samples first, not "
-                     "time, or leave micro_batch_size out")
-
 # %% ../../nbs/memory/02_micro_batches.ipynb #e39c522b
 class MicroBatches(Strategy):
     "A strategy that runs a loader batch in micro-batches of at most `micro_bs` samples"
@@ -93,7 +77,6 @@ class MicroBatches(Strategy):
         if len(bounds) == 1:
             loop.run_micro_batch(samples, n)
             return
-        check_samples_first((learn.xb, learn.yb), n, samples)
         losses_before = loop.window.losses  # a tuple, which stays as it is: the window replaces its `losses`
         run_split(loop, bounds)
         end_split_batch(loop, losses_before)

@@ -29,11 +29,11 @@ def warn_user(message:str):
     warnings.warn(message, AccumWarning, stacklevel=2)
 
 def check_size(name:str, size:int)->int:
-    "Returns `size` if it is a whole number of samples and at least 1; raises TypeError or ValueError otherwise"
+    "Returns `size` if it is a whole number and at least 1; raises TypeError or ValueError otherwise"
     if isinstance(size, bool) or not isinstance(size, Integral):
-        raise TypeError(f"{name} counts samples, so it must be an int, not {size!r}: pass a number such as 64")
+        raise TypeError(f"{name} must be an int, not {size!r}: pass a number such as 64")
     if size < 1:
-        raise ValueError(f"{name} must be at least 1 sample, not {size}: pass a number such as 64")
+        raise ValueError(f"{name} must be at least 1, not {size}: pass a number such as 64")
     return int(size)
 
 def check_micro_batch_size(size:int|str|None)->int|str|None:
@@ -51,7 +51,8 @@ def check_flags(**flags:bool):
 
 def check_callable(name:str, f, what:str):
     "Raises TypeError unless `f` is a function or None; the message says `what` it must be"
-    if f is None or callable(f): return
+    is_function = callable(f) and not isinstance(f, nn.Module)  # a layer can be called, too
+    if f is None or is_function: return
     raise TypeError(f"{name} must be {what}, not {f!r}")
 
 # %% ../../nbs/windows/03_checks.ipynb #0efc2b95
@@ -73,10 +74,13 @@ def check_multiple(
                      "change bs")
 
 def check_scale(scale:dict|None, opt):
-    "Raises ValueError if `opt` lacks a hyper-parameter that is named in `scale`, the rules by which a schedule scales"
+    """Checks the rules by which a schedule scales. Raises TypeError unless `scale` is a dict of functions, or None; and
+    ValueError if `opt` lacks a hyper-parameter that it names"""
     if scale is None: return
+    if not isinstance(scale, dict): raise TypeError(f"scale must be a dict, such as {{'lr':sqrt_scale}}, not {scale!r}")
     known = [*opt.hypers[0]]
-    for name in scale:
+    for name,rule in scale.items():
+        check_callable(f'scale[{name!r}]', rule, 'a rule f(value, ratio)')
         if name not in known:
             raise ValueError(f"scale: the optimizer has no hyper-parameter {name!r}: use one of {known}")
 

@@ -83,11 +83,11 @@ class Differences:
 
 # %% ../../nbs/windows/11_description.ipynb #9aa64dd8
 def log_message(learn, message:str)->bool:
-    "Sends `message` to the logger of the Learner, in one of its processes; returns whether it has a logger"
+    """Prints `message` in one of the processes; returns whether it did: not in `learn.no_logging()`. Does not call the
+    Learner's logger, since a callback or the user may have replaced it by a function that expects a row of values"""
     if rank_distrib() > 0 or learn.logger is noop: return False
-    # ProgressCallback replaces the logger by its own method, which would print the message as a row of its table
-    is_table = isinstance(getattr(learn.logger, '__self__', None), Callback)
-    if not is_table: learn.logger(message)
-    elif IN_NOTEBOOK: print(message)
-    else: print(f'\r{message:<80}')  # over the progress bar, which ends without a new line
+    has_bar = isinstance(getattr(learn.logger, '__self__', None), Callback)
+    if has_bar and not IN_NOTEBOOK:
+        message = f'\r{message:<80}'  # over the progress bar, which ends without a new line
+    print(message)
     return True

@@ -44,7 +44,7 @@ def extra_params(learn)->list:
     for cb in learn.cbs:
         for opt in optimizers_of(cb):
             for group in opt.param_groups: res += group['params']
-    if hasattr(learn.loss_func, 'parameters'):
+    if isinstance(learn.loss_func, nn.Module):
         res += learn.loss_func.parameters()
     return res
 

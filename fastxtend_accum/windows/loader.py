@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from fastai.basics import *
 
-from .nested import map_tensors,n_rows,part_bounds,slice_fields
+from .nested import children,map_tensors,n_rows,part_bounds,rebuilt,slice_fields
 
 # %% auto #0
 __all__ = ['remainders', 'batch_source', 'loader_bs', 'drops_last', 'is_distributed', 'length_of', 'dataset_size', 'LoaderInfo',
-           'loader_info', 'WindowShape', 'nearest_shape', 'LoaderBatch', 'EpochPlan', 'EpochBatches']
+           'loader_info', 'WindowShape', 'nearest_shape', 'LoaderBatch', 'EpochPlan', 'ShownLoader', 'EpochBatches']
 
 # %% ../../nbs/windows/08_loader.ipynb #e740c629
 def batch_source(dl):
@@ -160,7 +160,9 @@ class LoaderBatch(NamedTuple):
             return count*n//self.samples
         start_row = share(self.rows, start)
         end_row = share(self.rows, end)
-        data = slice_fields(self.data, start_row, end_row, self.rows)
+        # A batch is usually a tuple, but a Learner with a `_split` of its own may take a dict
+        fields = slice_fields(children(self.data), start_row, end_row, self.rows)
+        data = rebuilt(self.data, fields)
         # A difference of rounded numbers, and not a rounded difference, so that the pieces add up to the batch
         expected = share(self.expected, end)-share(self.expected, start)
         piece = LoaderBatch(data, end-start, expected, end_row-start_row)
@@ -289,20 +291,41 @@ def plan_windows(self:EpochPlan):
         self.n_batches -= len(window)  # this epoch does not run them
 
 # %% ../../nbs/windows/08_loader.ipynb #df804201
-class EpochBatches(GetAttr):
-    """Reads the training batches of an epoch, after the batches that were carried into it from the previous epoch. In
-    training, it is `learn.dl`. Callbacks find the attributes and methods of the DataLoader in it, such as `bs`,
-    `dataset` and `one_batch`. Only its length differs: it is the number of rounds of fastai's loop, which progress bars
-    count"""
+class ShownLoader(GetAttr):
+    """Stands for the DataLoader as `learn.dl` in training. What callbacks read, call or set in it, such as `dataset`,
+    `one_batch` or `rng`, they find, call or set in the DataLoader. Only its length differs: it is the number of rounds
+    of fastai's loop, which progress bars count"""
     _default = 'dl'
+    def __init__(self,
+        dl, # The DataLoader
+        loop, # The `WindowLoop` that runs its batches
+        n_rounds:int,
+    ):
+        vars(self).update(dl=dl, loop=loop, n_rounds=n_rounds)  # past `__setattr__`
+
+    def __setattr__(self, name:str, value): setattr(self.dl, name, value)
+
+    def __reduce__(self):
+        """Lets a Learner be copied or exported in the middle of a fit, although a running DataLoader cannot be pickled.
+        The copy has None in its place: unpickling calls `type(None)()`, which returns None"""
+        return type(None),()
+
+    def __iter__(self)->Iterator:
+        "For callbacks that read `learn.dl` by themselves. The loop uses `EpochBatches.advance`"
+        return iter(self.dl)
+
+    def __len__(self)->int:
+        return max(self.n_rounds, 1)  # there may be a batch, even if none was announced
+
+class EpochBatches:
+    "Reads the training batches of an epoch, after the batches that were carried into it from the previous epoch"
     def __init__(self,
         dl, # The DataLoader
         plan:EpochPlan,
         carried:list[LoaderBatch], # Left over from the previous epoch
-        loop, # The `WindowLoop` that runs them
-        n_rounds:int, # Rounds of fastai's loop
     ):
-        store_attr('dl,plan,loop,n_rounds')
+        self.dl = dl
+        self.plan = plan
         # How batches are read
         self.read = iter  # `read(dl)` yields its batches. AutoResume sets another function in `read_with`
         self.source = None  # `reading` sets it: yields each batch as a list, of its pieces or of the batch alone
@@ -317,18 +340,6 @@ class EpochBatches(GetAttr):
     def read_with(self, read:Callable):
         "For AutoResume: `read(dl)` yields the batches of `dl` that are left, in place of `iter`, which yields all"
         self.read = read
-
-    def __reduce__(self):
-        """Lets a Learner be copied or exported in the middle of a fit, although a running DataLoader cannot be pickled.
-        The copy has None in its place: unpickling calls `type(None)()`, which returns None"""
-        return type(None),()
-
-    def __iter__(self)->Iterator:
-        "For callbacks that read `learn.dl` by themselves. The loop uses `advance`"
-        return iter(self.dl)
-
-    def __len__(self)->int:
-        return max(self.n_rounds, 1)  # there may be a batch, even if none was announced
 
 # %% ../../nbs/windows/08_loader.ipynb #53f9bf04
 # Reading the DataLoader

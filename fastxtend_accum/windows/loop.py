@@ -12,7 +12,7 @@ from fastai.basics import *
 from .events import Autocast,is_finding_rate
 from .forward_backward import FitContext,callback_that_raised,forward_backward
 from .gradients import divide_gradients,is_finite
-from .loader import EpochBatches,EpochPlan,LoaderBatch
+from .loader import EpochBatches,EpochPlan,LoaderBatch,ShownLoader
 from .loggers import Loggers
 from .nested import n_rows
 from .processes import enable_gradient_sync,max_over_processes
@@ -71,15 +71,15 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'replaced_method', 'S
 fastai_all_batches = getattr(Learner.all_batches, 'replaced', Learner.all_batches)
 
 def all_batches(self:Learner):
-    "Runs the batches of `learn.dl`: an `EpochBatches` by the loop over windows, any other loader by fastai's loop"
-    if self.training and isinstance(self.dl, EpochBatches):
+    "Runs the batches of `learn.dl`: those of a `ShownLoader` in windows, those of any other loader by fastai's loop"
+    if self.training and isinstance(self.dl, ShownLoader):
         self.dl.loop.run_epoch()
     else: fastai_all_batches(self)
 
 all_batches.replaced = fastai_all_batches
 Learner.all_batches = all_batches
 
-_methods_of_loop = ('all_batches', 'one_batch', '_do_one_batch', '_do_grad_opt', '_backward',
+_methods_of_loop = ('_do_epoch_train', 'all_batches', 'one_batch', '_do_one_batch', '_do_grad_opt', '_backward',
                     '__call__', '_call_one', '_with_events')  # these three send events
 
 def replaced_method(learn)->str|None:
@@ -144,9 +144,10 @@ class WindowLoop:
         plan:EpochPlan,
         carried:list[LoaderBatch], # Left over from the previous epoch; they come first
     ):
-        "Called before each epoch, and before its first window"
+        "Called before each epoch, and before its first window. Sets `learn.dl`, so that `all_batches` runs this loop"
+        self.batches = EpochBatches(dl, plan, carried)
         n_rounds = len(plan.windows) if self.log_accum_batch else plan.n_batches
-        self.batches = EpochBatches(dl, plan, carried, self, n_rounds)
+        self.learn.dl = ShownLoader(dl, self, n_rounds)
         self.progress = Progress(self.learn, plan)
         # fastai has set the position to the beginning of the epoch. Batches that were carried into it begin before that
         self.progress.set_pct_train(plan.start)
@@ -158,7 +159,7 @@ class WindowLoop:
 @patch
 def run_epoch(self:WindowLoop):
     "Takes the place of fastai's `all_batches`: runs the batches of an epoch. Cleans up, even after an exception"
-    self.learn.n_iter = len(self.batches)
+    self.learn.n_iter = len(self.learn.dl)
     try:
         with self.batches.reading():
             while self.next_round(): self.run_round()

@@ -12,9 +12,9 @@ from itertools import chain
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['children', 'rebuilt', 'map_tensors', 'leaves_in', 'tensors_in', 'looks_like_sample_list', 'n_rows', 'part_bounds',
-           'NotBySample', 'NotSamplesFirst', 'has_rows', 'slice_rows', 'slice_fields', 'join', 'look_like_sample_lists',
-           'join_leaves']
+__all__ = ['children', 'rebuilt', 'map_tensors', 'leaves_in', 'tensors_in', 'looks_like_sample_list', 'is_time_first', 'n_rows',
+           'part_bounds', 'NotBySample', 'NotSamplesFirst', 'has_rows', 'slice_rows', 'slice_fields', 'join',
+           'look_like_sample_lists', 'join_leaves']
 
 # %% ../../nbs/windows/00_nested.ipynb #45667e7f
 # A batch, and what a model returns, are nested: tuples, lists and mappings of tensors and other leaves
@@ -71,6 +71,15 @@ def looks_like_sample_list(b, n:int)->bool:
     return any(len(o) != n for o in tensors)
 
 # %% ../../nbs/windows/00_nested.ipynb #0f2993d3
+def is_time_first(b, samples:int|None)->bool:
+    """Returns whether the tensors in `b` probably have time in their first dimension, because all have the `samples` in
+    their second one. For example, with 4 samples:
+
+    - yes: shapes (12, 4) and (12, 4, 300), with 12 steps of time
+    - no: shapes (12, 4) and (12, 9)"""
+    tensors = tensors_in(b)
+    return len(tensors) > 0 and all(o.shape[1:2] == (samples,) for o in tensors)
+
 def n_rows(
     b, # A batch of inputs and targets
     expected:int|None=None, # Number of samples, as the DataLoader counts them; None: unknown
@@ -81,6 +90,7 @@ def n_rows(
     - 4, if the targets have shape (4,)
     - 4, if inputs have shape (4, 3), whatever the targets are
     - 4, if the targets are a list of 4 tensors, such as the boxes in each image
+    - 4, if inputs have shape (9, 4, 3) and targets have shape (9, 4), with 9 steps of time first
 
     If no field agrees, a callback may have changed the batch. Then tensors decide:
 
@@ -97,6 +107,7 @@ def n_rows(
     if expected in lengths: return expected
     # Each field, and not `b` itself: a batch of two fields is not a list of two samples
     if any(looks_like_sample_list(o, expected) for o in fields): return expected
+    if is_time_first(fields, expected): return expected
     if have_rows: return len(targets)
     if lengths: return lengths[0]
     if expected is not None: return expected
