@@ -249,9 +249,9 @@ def before_validate(self:GradientAccumulation):
     fit in the same memory. For fastai's DataLoaders only, and not for stateful models, whose batches continue each
     other.
 
-    The validation loss changes if the loss ignores some labels: fastai averages the losses of batches by their numbers
-    of samples, not by their numbers of labels. With smaller batches, this average is different, and NaN if a batch has
-    only ignored labels"""
+    The validation loss changes if the loss sums, ignores some labels or has class weights: fastai averages the losses
+    of batches by their numbers of samples, not by their numbers of labels. With smaller batches, this average is
+    different, and NaN if a batch has only ignored labels"""
     learn = self.learn
     if not learn or self.micro_batch_size is None: return
     size = self.micro_bs  # None before the first fit

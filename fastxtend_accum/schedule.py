@@ -147,7 +147,8 @@ def preview(self:GradientAccumulationSchedule,
     n_epoch:int, # Length of the fit, in epochs
     dls:DataLoaders, # The data of the fit
 )->list: # A pair for each optimizer step: where its window starts, in epochs, and its number of samples
-    """List the windows that a fit in one process will run; raise ValueError if the data do not allow these sizes
+    """List the windows that a fit in one process will run; raise ValueError if the data do not allow these sizes. The
+    list is empty if each epoch is shorter than a window, and incomplete windows are dropped
 
     If the model has a `reset` method, create the Learner first, because the default `remainder` depends on the model"""
     self.check_multiples(self.loader_info_of(dls.train))
