@@ -259,11 +259,11 @@ def exponential(num_it):
 
 
 @pytest.mark.parametrize('kind', ['windows', 'pieces', 'split', 'schedule'])
-def test_lr_find_is_that_of_the_large_batch(kind, n=100, drop_last=False):
+def test_lr_find_is_that_of_the_large_batch(kind):
     "Suggestion, rates and losses; and weights are put back"
     bs, accum = KINDS[kind]
-    large = make_learner(32, n=n, drop_last=drop_last)
-    small = make_learner(bs, n=n, drop_last=drop_last, cbs=accum())
+    large = make_learner(32, n=100)
+    small = make_learner(bs, n=100, cbs=accum())
     assert find_rate(small, 40, stop_div=False) == find_rate(large, 40, stop_div=False)
     assert len(losses(large)) == 40
     assert_same(small.recorder.lrs, large.recorder.lrs)

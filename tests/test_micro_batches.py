@@ -92,29 +92,20 @@ def test_any_split_equals_the_large_batch(n, bs, micro, k, drop_last):
     assert sum(notes.sizes) == sum(small.recorder.accum_bs)
 
 
-def assert_windows_of_whole_batches(make_cb, bs, sizes=None, **kwargs):
-    whole = fit(make_learner(bs, cbs=make_cb(None), **kwargs), 3, method='fit_one_cycle')
-    assert len(set(whole.recorder.accum_bs)) > 1
+@pytest.mark.parametrize('make_cb, bs, sizes', [
+    (partial(GradientAccumulation, 64, remainder='step'), 32, [64, 24, 64, 24, 64, 24]),
+    (partial(GradientAccumulation, 64, remainder='carry'), 32, [64, 24+64, 24+64, 24]),
+    (partial(GradientAccumulationSchedule, 16, 64, finish=.8), 16, [16, 16, 16, 16, 40, 32, 56, 64, 8])])
+def test_a_window_ends_with_a_loader_batch(make_cb, bs, sizes):
+    "What is left at the end of an epoch is that of whole batches"
+    def run(micro): return fit(make_learner(bs, n=88, cbs=make_cb(micro_batch_size=micro)), method='fit_one_cycle')
+    whole = run(None)
+    assert_moved(whole)
     for micro in (5, 1):
-        ours = fit(make_learner(bs, cbs=make_cb(micro), **kwargs), 3, method='fit_one_cycle')
-        assert ours.recorder.accum_bs == whole.recorder.accum_bs == (sizes or whole.recorder.accum_bs)
+        ours = run(micro)
+        assert ours.recorder.accum_bs == whole.recorder.accum_bs == sizes
         assert_same(ours.recorder.lrs, whole.recorder.lrs)
         assert_same_weights(ours, whole, ROUNDING)
-    assert_moved(whole)
-
-
-def test_a_schedule_has_the_windows_of_whole_batches():
-    def schedule(micro): return GradientAccumulationSchedule(16, 64, finish=.8, micro_batch_size=micro)
-    assert_windows_of_whole_batches(schedule, 16, n=100)
-
-
-@pytest.mark.parametrize('remainder,sizes', [
-    ('step', [64, 24, 64, 24, 64, 24]),
-    ('carry', [64, 24+64, 24+64, 24])])
-def test_a_window_ends_with_a_loader_batch(remainder, sizes):
-    "What is left at the end of an epoch is that of whole batches"
-    def accumulation(micro): return GradientAccumulation(64, micro_batch_size=micro, remainder=remainder)
-    assert_windows_of_whole_batches(accumulation, 32, sizes, n=88)
 
 
 def test_settings_may_change_between_fits():

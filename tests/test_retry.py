@@ -223,32 +223,32 @@ def test_a_parameter_that_the_optimizer_lacks_keeps_the_gradients_of_earlier_win
     assert_apart(ours.model[-1], model()[-1])
 
 
-@each_saver
-def test_the_gradient_of_a_cancelled_step_is_put_back(saver):
-    """It is added to that of the next batch, in which memory runs out. A CancelBatchException keeps the optimizer from
-    zeroing it, also where fastai's own callback accumulates"""
-    def run(*cbs):
-        cancels = Fault(CancelBatchException, 'before_step', 2, order=20)
-        return fit(make_learner(8, n=32, m=blocks_of_layers(), cbs=[cancels, *cbs]), 1)
-    plain = run()
-    fails = OutOfMemory('after_pred', 3, order=5)
-    ours = run(fails, saver())
-    assert fails.count > 4
-    assert_apart(ours, blocks_of_layers())
-    assert_same_weights(ours, plain, ROUNDING)
+class Smooths(Callback):
+    "Replaces the targets in each pass"
+    def after_pred(self): self.learn.yb = (self.y*.9,)
+
+
+class AddsUp(Callback):
+    "Begins with gradients that are not 0, as AutoResume sets them if fastai's GradientAccumulation has added some up"
+    order = 99
+
+    def before_train(self):
+        for p in self.model.parameters(): p.grad = torch.ones_like(p)
 
 
 @each_saver
-def test_targets_that_a_callback_replaces_in_the_failed_pass_are_put_back(saver):
-    def smooth(self): self.learn.yb = (self.y*.9,)
-
-    def run(*cbs): return fit(make_learner(16, n=48, m=blocks_of_layers(), cbs=cbs), 1)
-    smooths = Callback(after_pred=smooth)
-    plain = run(smooths)
+@pytest.mark.parametrize('make_other, event, nth', [
+    # Keeps the optimizer from zeroing a gradient, which is added to that of the next batch, in which memory runs out
+    (partial(Fault, CancelBatchException, 'before_step', 2, order=20), 'after_pred', 3),
+    (Smooths, 'after_loss', 2),
+    (AddsUp, 'after_pred', 1)])
+def test_gradients_and_targets_of_a_callback_are_put_back(make_other, event, nth, saver):
+    def run(*cbs): return fit(make_learner(8, n=32, m=blocks_of_layers(), cbs=cbs), 1)
+    plain = run(make_other())
     assert_apart(plain, run())
-    fails = OutOfMemory('after_loss', 2, order=5)
-    ours = run(smooths, fails, saver())
-    assert fails.count > 3
+    fails = OutOfMemory(event, nth, order=5)
+    ours = run(make_other(), fails, saver())
+    assert fails.count > 4
     assert_same_weights(ours, plain, ROUNDING)
 
 
@@ -373,16 +373,3 @@ def test_blocks_are_recomputed_before_batches_are_split():
         (4, False, 16),
         (4, True, 16),
         (4, True, 8)]
-
-
-class AddsUp(Callback):
-    "Begins with gradients that are not 0, as AutoResume sets them if fastai's GradientAccumulation has added some up"
-    order = 99
-
-    def before_train(self):
-        for p in self.model.parameters(): p.grad = torch.ones_like(p)
-
-
-def test_gradients_from_a_file_are_kept_if_memory_runs_out_in_the_first_batch():
-    def run(*cbs): return fit(make_learner(8, m=blocks_of_layers(), cbs=[AddsUp(), ActivationCheckpointing(), *cbs]), 1)
-    assert_same_weights(run(OutOfMemory('after_pred', 1)), run(), ROUNDING)
