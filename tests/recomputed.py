@@ -165,7 +165,3 @@ class Chain(nn.Module):
         for layer in self.layers: x = self.call_layer(layer, x+1)
         return self.head(x)
 
-
-def chain(make_block):
-    return regression(partial(Chain, make_block))
-
