@@ -90,7 +90,7 @@ def assert_same_distribution(small, large):
     difference = (small.mean(0)-large.mean(0)).abs()
     assert (difference <= 5*standard_error+1e-12).all()
     assert 0.8 < relative_variance(small, large) < 1.25
-    assert (small[0]-large[0]).abs().max() > 1e-3
+    assert_apart(small[0], large[0])
 
 
 def learner_with_dropout(bs, cbs):
@@ -102,13 +102,6 @@ def learner_with_dropout(bs, cbs):
         nn.Tanh(),
         nn.Linear(8, 1))
     return make_learner(bs, n=32, m=m.double(), cbs=cbs)
-
-
-@pytest.mark.long
-def test_dropout_has_the_same_distribution():
-    large = gradients_of(learner_with_dropout, 32, 100)
-    small = gradients_of(learner_with_dropout, 8, 100, GradientAccumulation(32))
-    assert_same_distribution(small, large)
 
 
 def learner_of_images(tfms, bs, cbs):
@@ -126,8 +119,8 @@ def learner_of_images(tfms, bs, cbs):
 
 
 @pytest.mark.long
-def test_augmentation_of_each_sample_has_the_same_distribution():
-    make = partial(learner_of_images, aug_transforms(max_warp=0.))
+@pytest.mark.parametrize('make', [learner_with_dropout, partial(learner_of_images, aug_transforms(max_warp=0.))])
+def test_dropout_and_augmentation_of_each_sample_have_the_same_distribution(make):
     large = gradients_of(make, 32, 100)
     small = gradients_of(make, 8, 100, GradientAccumulation(32))
     assert_same_distribution(small, large)
@@ -183,7 +176,7 @@ def train_as_it_comes(make, bs, method, n_epoch, lr, *cbs):
     learn = make(bs, list(cbs))
     before = weights(learn)
     fit(learn, n_epoch, lr, method)
-    assert (weights(learn)-before).abs().max() > 1e-3
+    assert_apart(learn, before)
     return learn
 
 
@@ -223,19 +216,17 @@ learner_with_plain_head = partial(learner_of_digits, lin_ftrs=[], first_bn=False
 
 
 @pytest.mark.long
-def test_a_vision_learner_where_nothing_is_drawn():
-    large = train_as_it_comes(learner_with_plain_head, 32, 'fine_tune', 2, 0.1)
-    small = train_as_it_comes(learner_with_plain_head, 8, 'fine_tune', 2, 0.1, GradientAccumulation(32))
-    assert_same_schedule(small, large)
-    assert_same_weights(small, large, FLOAT32_WEIGHTS)
-
-
-@pytest.mark.long
-def test_a_vision_learner_whose_batches_are_split():
+@pytest.mark.parametrize('augments, bs, settings', [
+    (False, 8, dict(accum_bs=32)),
+    (True, 32, dict(micro_batch_size=7))])
+def test_a_vision_learner_where_nothing_is_drawn_or_whose_batches_are_split(augments, bs, settings):
     "Augmentation and MixUp have drawn for the whole batch before it is split"
-    make = partial(learner_with_plain_head, augments=True)
-    large = train_as_it_comes(make, 32, 'fine_tune', 2, 0.1, MixUp())
-    small = train_as_it_comes(make, 32, 'fine_tune', 2, 0.1, MixUp(), GradientAccumulation(micro_batch_size=7))
+    def train(bs, *cbs):
+        make = partial(learner_with_plain_head, augments=augments)
+        mixes = [MixUp()] if augments else []
+        return train_as_it_comes(make, bs, 'fine_tune', 2, 0.1, *mixes, *cbs)
+    large = train(32)
+    small = train(bs, GradientAccumulation(**settings))
     assert_same_schedule(small, large)
     assert_same_weights(small, large, FLOAT32_WEIGHTS)
 
