@@ -20,6 +20,15 @@ def situation(f):
     return f
 
 
+def fit_beside(kind): return train(learner(kind()))
+
+
+def callback_situation(kind):
+    "The situation is a fit beside a callback of this class"
+    SITUATIONS[kind.__name__] = partial(fit_beside, kind)
+    return kind
+
+
 # Callbacks
 
 def move_weights(cb, n):
@@ -40,16 +49,13 @@ def tensor_shared_with_the_loss():
     return train(learner(Weighs(weight), loss_func=partial(weighted, weight=weight)))
 
 
+@callback_situation
 class Clips(Callback):
     "Holds the weights, as WGAN does"
     def before_fit(self): self.weights = [p.data for p in self.model.parameters()]
 
     def after_step(self):
         for o in self.weights: o.clamp_(-.3, .3)
-
-
-@situation
-def list_of_weights(): return train(learner(Clips()))
 
 
 class OwnOptimizer(Callback):
@@ -87,6 +93,7 @@ class Seen:
 class Newest(collections.deque): pass
 
 
+@callback_situation
 class Recent(Callback):
     "Multiplies inputs by what an object with slots, a deque and a defaultdict have counted"
     def __init__(self):
@@ -104,10 +111,7 @@ class Recent(Callback):
         self.learn.xb = (self.x*(1+.01*seen+.01*self.counts['n']),)
 
 
-@situation
-def containers_of_all_kinds(): return train(learner(Recent()))
-
-
+@callback_situation
 class Marked(Callback):
     "A tensor with an attribute, a sparse one, texts in an array"
     def __init__(self):
@@ -123,20 +127,13 @@ class Marked(Callback):
         self.learn.xb = (self.x+.01*self.mean+.001*self.sparse.to_dense().sum(),)
 
 
-@situation
-def tensors_of_all_kinds(): return train(learner(Marked()))
-
-
+@callback_situation
 class ChangesInputs(Callback):
     "By two models in a list, each of which has a second layer"
     def __init__(self): self.nets = [nn.Sequential(nn.Linear(WIDTH, WIDTH), act) for act in (nn.ReLU(), nn.Tanh())]
 
     def before_batch(self):
         with torch.no_grad(): self.learn.xb = (self.x+sum(net(self.x) for net in self.nets),)
-
-
-@situation
-def models_in_a_list(): return train(learner(ChangesInputs()))
 
 
 class TwoOfAKind(Callback):
@@ -289,6 +286,7 @@ def images_of_a_folder():
     return train(Learner(dls, m, CrossEntropyLossFlat(), cbs=[accum, Stops()]))
 
 
+@callback_situation
 class CountsFromStart(Callback):
     "Moves the weights by an attribute that has the name of one of the Recorder's"
     def before_fit(self): self.start_epoch = 0
@@ -296,10 +294,6 @@ class CountsFromStart(Callback):
     def after_step(self):
         self.start_epoch += 1
         move_weights(self, self.start_epoch)
-
-
-@situation
-def attribute_named_as_one_of_the_recorder(): return train(learner(CountsFromStart()))
 
 
 class HoldsLayers(Callback):
@@ -313,6 +307,7 @@ def set_of_layers():
     return train(learner(HoldsLayers(), m=m))
 
 
+@callback_situation
 class MovesByArguments(Callback):
     "Moves the weights by a count in an object of Python's library, and by one in a hook"
     def __init__(self): self.args = Namespace(n=0)
@@ -330,10 +325,7 @@ class Noise:
     def __call__(self, m, args, out): return out+torch.rand(out.shape, generator=self.generator)
 
 
-@situation
-def objects_of_python_and_hooks(): return train(learner(MovesByArguments()))
-
-
+@callback_situation
 class Forgets(Callback):
     "Deletes an attribute in the first step, and moves the weights if it is there"
     def __init__(self): self.first = True
@@ -343,10 +335,7 @@ class Forgets(Callback):
         else: move_weights(self, 1)
 
 
-@situation
-def attribute_that_is_deleted(): return train(learner(Forgets()))
-
-
+@callback_situation
 class RenamesFolder(Callback):
     "Changes the folder of a path in each step, and moves the weights by it"
     def __init__(self): self.file = Path('0/model.pth')
@@ -355,10 +344,6 @@ class RenamesFolder(Callback):
         n = int(self.file.parent.name)+1
         self.file = Path(f'{n}/model.pth')
         move_weights(self, n)
-
-
-@situation
-def path_whose_folder_changes(): return train(learner(RenamesFolder()))
 
 
 def doubled_loss(f):
