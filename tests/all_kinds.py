@@ -133,7 +133,7 @@ def fit_from_start(learn):
     "Trains from the first weights on; returns weights, losses and rates in one vector"
     learn.model.load_state_dict(Net().state_dict())
     fit(learn, 1, method='fit_one_cycle', reset_opt=True)
-    assert not any(g.any() for g in grads(learn))
+    assert_no_gradients(learn)
     return torch.cat([weights(learn), tensor(losses(learn)), tensor(learn.recorder.lrs)])
 
 

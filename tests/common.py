@@ -229,6 +229,11 @@ def assert_nothing_left(learn):
     for m in learn.model.modules(): assert 'forward' not in vars(m)
 
 
+def assert_no_gradients(learn):
+    "Asserts that each gradient is 0, or none"
+    assert not any(g.any() for g in grads(learn))
+
+
 def assert_moved(learn):
     "Asserts that training has changed the weights of `model()`"
     assert_apart(learn, model())

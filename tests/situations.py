@@ -73,7 +73,7 @@ def fit_situation(situation, bs, cbs):
     learn = situation(bs, cbs)
     before = weights(learn)
     fit(learn, N_EPOCHS)
-    assert (weights(learn)-before).abs().max() > 1e-3, 'no weight has moved'
+    assert_apart(learn, before)
     return learn
 
 
@@ -104,9 +104,7 @@ def assert_as_large(situation, way, tol=ROUNDING, **kwargs):
 
 
 def assert_other_weights(situation, way):
-    small = fit_small(situation, way)
-    difference = weights(small)-weights(fit_large(situation))
-    assert difference.abs().max() > 1e-6, 'the weights are those of the large batch'
+    assert_apart(fit_small(situation, way), fit_large(situation), least=1e-6)
 
 
 def assert_other_notes(situation, way):

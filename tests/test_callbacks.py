@@ -163,4 +163,4 @@ def test_where_loader_batches_are_logged_a_fit_that_is_stopped_has_the_steps_of_
     assert_steps(learn, [(range(32), 0)])
     n_logged = 5 if event == 'after_batch' else 6
     assert len(losses(learn)) == n_logged
-    assert not any(g.any() for g in grads(learn))
+    assert_no_gradients(learn)

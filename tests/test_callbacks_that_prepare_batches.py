@@ -7,6 +7,11 @@ from our_warnings import warnings_of
 
 # Whoever has the targets, or the loss, in after_loss only
 
+def use_own_loss(cb):
+    cb.learn.loss_grad = mse(cb.pred, cb.y)
+    cb.learn.loss = cb.learn.loss_grad.clone()
+
+
 class HidesTargets(Callback):
     "Hides the targets from the loss function, and computes the loss by itself"
     per_sample = 'kept',
@@ -16,8 +21,7 @@ class HidesTargets(Callback):
 
     def after_loss(self):
         self.learn.yb = self.kept
-        self.learn.loss_grad = mse(self.pred, self.y)
-        self.learn.loss = self.learn.loss_grad.clone()
+        use_own_loss(self)
 
 
 class GivesTargetsToModel(Callback):
@@ -49,8 +53,7 @@ class Reconstructs(Callback):
     "Makes a target of the inputs, of a loader that yields nothing else"
     def after_loss(self):
         self.learn.yb = self.x[:, :1],
-        self.learn.loss_grad = mse(self.pred, self.y)
-        self.learn.loss = self.learn.loss_grad.clone()
+        use_own_loss(self)
 
 
 def learner_of_inputs(bs, cbs):

@@ -102,25 +102,24 @@ def size_words(batch, size):
     return f'{batch} samples per step, at most {size} at a time'
 
 
-@pytest.mark.parametrize('bs, make_cbs, line', [
-    (8, lambda: [GradientAccumulation(32)], size_words(32, 8)+DIFFERENCES),
-    (32, lambda: [GradientAccumulation(64, micro_batch_size=8)], size_words(64, 8)+DIFFERENCES),
-    (32, lambda: [GradientAccumulation(8)], size_words(8, 8)),
-    (32, lambda: [GradientCache(8)], CACHE+'8 of 32 samples at a time'+NOT_SPLIT+DIFFERENCES),
-    (32, lambda: [GradientAccumulation(micro_batch_size='auto')], size_words(32, 32)),
-    (32, lambda: [GradientCache('auto')], CACHE+'32 of 32 samples at a time'+NOT_SPLIT),
-    (32, lambda: [ActivationCheckpointing()],
-     'ActivationCheckpointing: each batch of 32 fits with 0 of 1 blocks recomputed')])
-def test_a_model_with_batch_norm_and_dropout(capsys, bs, make_cbs, line):
-    assert line_of(capsys, bs, *make_cbs(), m=with_both()) == line+'\n'
+@pytest.mark.parametrize('bs, cb, line', [
+    (8, GradientAccumulation(32), size_words(32, 8)+DIFFERENCES),
+    (32, GradientAccumulation(64, micro_batch_size=8), size_words(64, 8)+DIFFERENCES),
+    (32, GradientAccumulation(8), size_words(8, 8)),
+    (32, GradientCache(8), CACHE+'8 of 32 samples at a time'+NOT_SPLIT+DIFFERENCES),
+    (32, GradientAccumulation(micro_batch_size='auto'), size_words(32, 32)),
+    (32, GradientCache('auto'), CACHE+'32 of 32 samples at a time'+NOT_SPLIT),
+    (32, ActivationCheckpointing(), 'ActivationCheckpointing: each batch of 32 fits with 0 of 1 blocks recomputed')])
+def test_a_model_with_batch_norm_and_dropout(capsys, bs, cb, line):
+    assert line_of(capsys, bs, cb, m=with_both()) == line+'\n'
 
 
-@pytest.mark.parametrize('bs, make_cb, line', [
-    (32, lambda: GradientAccumulation(64, micro_batch_size=7), size_words(64, 7)),
-    (8, lambda: GradientAccumulationSchedule(8, 32), size_words('8 to 32', 8)),
-    (32, lambda: GradientCache(8), CACHE+'8 of 32 samples at a time'+NOT_SPLIT)])
-def test_a_model_that_differs_in_nothing(capsys, bs, make_cb, line):
-    assert line_of(capsys, bs, make_cb()) == line+'\n'
+@pytest.mark.parametrize('bs, cb, line', [
+    (32, GradientAccumulation(64, micro_batch_size=7), size_words(64, 7)),
+    (8, GradientAccumulationSchedule(8, 32), size_words('8 to 32', 8)),
+    (32, GradientCache(8), CACHE+'8 of 32 samples at a time'+NOT_SPLIT)])
+def test_a_model_that_differs_in_nothing(capsys, bs, cb, line):
+    assert line_of(capsys, bs, cb) == line+'\n'
 
 
 @pytest.mark.parametrize('bs, start, at_once', [(8, 8, 8), (16, 4, 16)])
@@ -202,13 +201,13 @@ def find_rate_aloud(learn):
     with learn.no_bar(): learn.lr_find(num_it=5, show_plot=False)
 
 
-@pytest.mark.parametrize('make_cb, train', [
-    (lambda: GradientAccumulation(32, micro_batch_size=8), fit_silently),
-    (lambda: GradientAccumulation(micro_batch_size='auto'), find_rate_aloud),
-    (lambda: GradientCache('auto'), fit_silently),
-    (ActivationCheckpointing, find_rate_aloud)])
-def test_the_fit_after_a_silent_one_prints_it(capsys, make_cb, train):
-    learn = make_learner(32, cbs=make_cb())
+@pytest.mark.parametrize('cb, train', [
+    (GradientAccumulation(32, micro_batch_size=8), fit_silently),
+    (GradientAccumulation(micro_batch_size='auto'), find_rate_aloud),
+    (GradientCache('auto'), fit_silently),
+    (ActivationCheckpointing(), find_rate_aloud)])
+def test_the_fit_after_a_silent_one_prints_it(capsys, cb, train):
+    learn = make_learner(32, cbs=cb)
     train(learn)
     assert '32' not in capsys.readouterr().out
     assert '32' in fit_and_read(capsys, learn)
@@ -232,14 +231,14 @@ def test_without_verbose_nothing_is_printed_and_no_pass_observed(capsys, monkeyp
     assert said.count('\n') == len(looks) == n_looks
 
 
-@pytest.mark.parametrize('make_cbs, n_lines', [
-    (lambda: [GradientAccumulation(32), GradientCache(4)], 2),
-    (lambda: [GradientAccumulation(32), ActivationCheckpointing()], 2),
-    (lambda: [GradientAccumulation(32), all_blocks()], 1),
-    (lambda: [GradientCache(4), ActivationCheckpointing()], 2),
-    (lambda: [GradientAccumulationSchedule(4, 32)], 1)])
-def test_each_callback_prints_one_line_and_one_of_them_what_differs(capsys, make_cbs, n_lines):
-    learn = make_learner(8, n=128, m=with_both(), cbs=make_cbs())
+@pytest.mark.parametrize('cbs, n_lines', [
+    ([GradientAccumulation(32), GradientCache(4)], 2),
+    ([GradientAccumulation(32), ActivationCheckpointing()], 2),
+    ([GradientAccumulation(32), all_blocks()], 1),
+    ([GradientCache(4), ActivationCheckpointing()], 2),
+    ([GradientAccumulationSchedule(4, 32)], 1)])
+def test_each_callback_prints_one_line_and_one_of_them_what_differs(capsys, cbs, n_lines):
+    learn = make_learner(8, n=128, m=with_both(), cbs=cbs)
     said = fit_and_read(capsys, learn, 2)
     assert said.count('\n') == n_lines
     assert said.count('BatchNorm1d') == 1
