@@ -153,8 +153,8 @@ BLOCKS = dict(
     transposed=partial(Chain, TransposedBlock),
     spectral=partial(Chain, partial(SpectralBlock, nn.utils.parametrizations.spectral_norm)),
     old_spectral=partial(Chain, partial(SpectralBlock, nn.utils.spectral_norm)),
-    list=Dense,
     keyword=partial(ChainOfScaled, ScaledBlock),
+    list=Dense,
     nested_argument=partial(ChainOfNested, NestedBlock))
 
 
