@@ -157,6 +157,20 @@ def test_a_batch_whose_labels_are_all_ignored_has_a_loss_of_0_in_the_log():
     assert 0 < second < first
 
 
+class NotesGradients(Callback):
+    "The largest gradient before and after the sum of a window becomes a mean"
+    def after_backward(self): self.in_sum = max(g.abs().max() for g in grads(self.learn))
+    def before_step(self): self.ratio = float(self.in_sum/max(g.abs().max() for g in grads(self.learn)))
+
+
+def test_a_sum_of_gradients_is_about_as_large_as_their_mean():
+    "Also with many items in a sample. A sum that is many times larger overflows in float16"
+    notes = NotesGradients()
+    samples = token_samples(16)
+    fit(learner_of(samples, 4, [notes, GradientAccumulation(16)], TokenLoss()), 1)
+    assert .5 < notes.ratio < 2
+
+
 @pytest.mark.parametrize('as_tensor', [False, True])
 @each_layout
 @pytest.mark.parametrize('make', [lambda: mean_of_known, ScaledMean, lambda: loss_alone])
@@ -178,6 +192,20 @@ def test_a_micro_batch_without_items_adds_nothing(make, bs, settings, as_tensor,
     assert_same(train_accumulated(), big, 1e-6)  # float32
     inputs[0] = math.nan
     assert train_accumulated().isnan().any()
+
+
+def test_a_weight_that_the_loss_takes_from_the_model_itself_gets_no_nan():
+    inputs, targets = labelled(32, missing_share=0.3, width=[2])
+    targets[8:16] = MISSING
+    def train(bs, cbs=()):
+        m = nn.Sequential(classifier_model(), Lambda(two_outputs))
+        m.scale = nn.Parameter(torch.ones(1).double())
+        def scaled(pred, targ): return (mean_of_known(pred, targ)*m.scale.float()).sum()
+        return weights(fit(learner_of((inputs, targets), bs, cbs, scaled, m), 2))
+    plain = train(32)
+    assert plain[0] != 1  # the scale
+    ours = train(8, GradientAccumulation(32, num_items=lambda learn: (learn.y != MISSING).sum()))
+    assert_same(ours, plain, 1e-6)  # float32
 
 
 # MixUp and CutMix

@@ -137,6 +137,15 @@ def in_loss_of_fastai(o):
     return loss
 
 
+def test_the_attributes_of_a_loss_of_fastai_are_restored():
+    "Its own, and not only those of the loss of PyTorch inside"
+    loss = BaseLoss(nn.MSELoss)
+    loss.n = 0
+    snapshot = Snapshot(loss)
+    loss.n = 1
+    with snapshot: assert loss.n == 0
+
+
 @pytest.mark.parametrize('wrap', [
     noop,
     partial,

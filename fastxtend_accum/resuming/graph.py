@@ -203,7 +203,8 @@ def pickling(graph:Graph):
 def state(self:Graph)->dict:
     """Returns the state of all objects, as a dict:
 
-    - `weights`: the values of weights, and of the parts of the optimizer; the same in all processes, and not copied
+    - `weights`: the values of weights, and of the parts of the optimizer but its hyper-parameters; the same in all
+      processes, and not copied
     - `rest`: the values of the other parts, pickled
     - `digests`: of the weights and the rest
     - `lost`: the parts that no file can hold and that have changed since the fit began, each with the reason. A part
@@ -216,8 +217,9 @@ def state(self:Graph)->dict:
     lost = {}
     for path,o in self.objects.items():
         is_shared = isinstance(o, nn.Parameter) or root_of(path) == 'opt'
-        values = weights if is_shared else rest
         for part,value in parts_of(path, o).items():
+            # The dicts of hyper-parameters go with the rest, since a callback of the user may hold one, to set rates
+            values = weights if is_shared and part not in of_hypers else rest
             digest = self.digest(part, value)
             not_kept = 'an attribute of a class' if isinstance(o, type) else digest.not_kept
             is_as_it_was = digest.value is not None and digest.value == self.begun.get(part)

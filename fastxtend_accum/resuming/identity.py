@@ -11,7 +11,7 @@ from fastai.basics import *
 from ..windows.checks import warn_user
 from ..windows.processes import n_processes
 from .graph import Graph
-from .parts import CONTENT,generators,is_window_callback,root_of
+from .parts import CONTENT,generators,is_window_callback,of_hypers,root_of
 
 # %% auto #0
 __all__ = ['settings_of', 'check_same', 'unchanged_parts', 'text_of', 'is_never_compared', 'may_differ']
@@ -27,10 +27,9 @@ def settings_of(learn)->dict:
             res[f'{name} of group {i}'] = str(hypers[name])
     return res
 
-# The parts that hold all hyper-parameters, which `settings_of` returns one by one. After Ctrl-C, an optimizer has the
-# rate in mid-schedule, and the fit can go on. fastai's `opt.hypers` is an L, whose list is its attribute `items`. In an
-# OptimWrapper, `opt.opt` is PyTorch's optimizer, which has `param_groups` and `state`
-_of_settings = 'opt.hypers.items','opt.opt.param_groups','opt.opt.state'
+# Parts that are not compared, because `settings_of` returns the hyper-parameters one by one: after Ctrl-C, an optimizer
+# has the rate in mid-schedule, and the fit can go on
+_of_settings = *of_hypers,'opt.opt.state'
 
 # %% ../../nbs/resuming/04_identity.ipynb #d95a3c1b
 def check_same(

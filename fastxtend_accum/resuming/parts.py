@@ -8,6 +8,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/parts.html.md""
 from __future__ import annotations
 from argparse import Namespace
 from collections import UserDict,UserList,deque
+import weakref
 
 from fastai.basics import *
 from torch.utils.hooks import RemovableHandle
@@ -15,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from ..windows.state import random_states,restore_value,set_random_states
 
 # %% auto #0
-__all__ = ['CONTENT', 'generators', 'with_attributes', 'holders', 'root_of', 'is_data', 'SharedGenerators', 'library_of',
-           'is_of_python', 'is_window_callback', 'is_left_out', 'hooks_of', 'attributes_of', 'content_of',
+__all__ = ['CONTENT', 'of_hypers', 'generators', 'with_attributes', 'holders', 'root_of', 'is_data', 'SharedGenerators',
+           'library_of', 'is_of_python', 'is_window_callback', 'is_left_out', 'hooks_of', 'attributes_of', 'content_of',
            'set_content', 'set_tensor']
 
 # %% ../../nbs/resuming/00_parts.ipynb #75851d9e
@@ -28,6 +29,10 @@ CONTENT = '[]'  # the name of what an object has in no attribute, such as the it
 def root_of(path:str)->str:
     "Returns the root from which the object at a path was found, such as 'model'"
     return path.partition('.')[0]
+
+# The parts that hold all hyper-parameters. fastai's `opt.hypers` is an L, whose list is its attribute `items`. In an
+# OptimWrapper, `opt.opt` is PyTorch's optimizer
+of_hypers = 'opt.hypers.items','opt.opt.param_groups'
 
 def is_data(path:str)->bool:
     "Returns whether the object at a path, or a part, belongs to the data"
@@ -53,7 +58,7 @@ _outside = set(
 # Attributes that each process sets by itself, by the class that sets them. Without an entry here, a fit could not be
 # resumed, because a part of it differs, or AutoResume would warn that it does not keep it
 _left_out = set(
-    'Learner.model DataLoaders.loaders '  # `DistributedTrainer` wraps them
+    'Learner.model '  # `DistributedTrainer` wraps it
     'Learner.dl Learner.xb Learner.yb Learner.pred Learner.loss_grad '  # of the present batch
     'DataLoader.it DataLoader._iterator DataLoader._DataLoader__idxs '  # the iterator of an epoch
     'TabWeightedDL.idxs '  # drawn when it is made, and never read
@@ -84,7 +89,7 @@ def is_left_out(o, name:str, value)->bool:
     class, only those are state that have no underscore, and are no methods or properties"""
     if isinstance(o, type):
         return name.startswith('_') or callable(value) or hasattr(value, '__get__')
-    if isinstance(value, RemovableHandle) or library_of(type(value)) in _outside:
+    if isinstance(value, (RemovableHandle,weakref.ReferenceType)) or library_of(type(value)) in _outside:
         return True
     if value is sys.stdout or value is sys.stderr: return True
     # fastai's list of what a copy of a callback leaves out, such as the loop of this fit

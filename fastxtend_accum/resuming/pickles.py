@@ -9,7 +9,7 @@ from __future__ import annotations
 from _thread import LockType,RLock
 from collections import Counter,OrderedDict,deque
 from functools import _lru_cache_wrapper
-from numbers import Integral,Number
+from numbers import Number
 from pathlib import PurePath
 import copyreg,io,pickle,zlib
 
@@ -45,14 +45,14 @@ def full_name(module:str, name:str)->str:
     return f'{module}.{name}'.replace('numpy._core', 'numpy.core')
 
 def is_value(o)->bool:
-    """Returns whether an object is pickled by its value: a number, an array, a list, or an object with `__slots__` in
-    place of a `__dict__`. Any other object, such as a layer or a list of a subclass, may be changed in place by several
-    owners, so a path stands for it, and the file has its parts"""
+    """Returns whether an object is pickled by its value: a number, an array, a list, or an object with `__slots__`. Any
+    other object, such as a layer or a list of a subclass, may be changed in place by several owners, so a path stands
+    for it, and the file has its parts"""
     kind = type(o)
     if is_of_python(kind): return not isinstance(o, _not_values)
     if isinstance(o, _values): return True
     slots = copyreg._slotnames(kind)  # of the class and its bases, as pickle finds them
-    return bool(slots) and not hasattr(o, '__dict__')
+    return bool(slots)
 
 # %% ../../nbs/resuming/01_pickles.ipynb #4dea4728
 # A pickle may call what makes numbers, strings, containers, arrays and tensors, and what the fit itself has: its
@@ -182,7 +182,7 @@ def sort_key(self:Digest, o)->str:
 def sample_of_list(self:Digest, o:list)->tuple|None:
     """Returns the length and about 100 items of a list of samples, whose size is unknown. But returns None for a list
     of numbers, which may be the order of the samples, a part of the state: all of them count, whatever their number"""
-    if isinstance(o[0], Integral):
+    if isinstance(o[0], Number):
         return None
     self.not_kept = 'it is large'
     return len(o),o[::len(o)//100]

@@ -17,13 +17,14 @@ from .gradients import WindowParams,gradients
 from .losses import check_items,loss_items,n_model_labels
 from .loss_check import LossCheck
 from .nested import tensors_in
-from .processes import Processes
+from .processes import Processes,max_over_processes
 from .state import Snapshot
-from .window import Count,LossSums,Window,zero_grads_if_empty,zero_if_empty
+from .window import Count,LossSums,Window,power_of_two,zero_grads_if_empty,zero_if_empty
 
 # %% auto #0
 __all__ = ['FitContext', 'forward_backward', 'compute_loss_and_count', 'items_of_loss', 'note_replaced_loss', 'run_backward',
-           'tensors_behind_loss', 'add_weighted_gradient', 'weigh_own_gradient', 'callback_that_raised']
+           'count_items_per_sample', 'tensors_behind_loss', 'add_weighted_gradient', 'weigh_own_gradient',
+           'callback_that_raised']
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #bf1f6dd7
 class FitContext:
@@ -39,6 +40,7 @@ class FitContext:
         self.send = Events(learn)
         self.loss_check = LossCheck(learn.loss_func)
         self.params = None
+        self.items_per_sample = None  # by the first micro-batch, see `count_items_per_sample`
         self.differences = None  # of a micro-batch from the whole batch, once a forward pass has shown them
         self.warnings = set()  # the warnings that the user has seen in this fit
 
@@ -147,6 +149,8 @@ def run_backward(
     afterwards in such a window, because its gradient cannot be taken out of the sum"""
     learn = fit.learn
     learn.loss = zero_if_empty(items, learn.loss)  # for loggers: in fastai, a mean over nothing is NaN
+    is_first = not window.is_whole and window.losses.n_micro == 0
+    if is_first and items is not None: window.set_unit(count_items_per_sample(fit, samples, items))
     weight = window.weight_of(items)
     contribution = LossSums(1, samples, learn.loss.detach()*weight, items)
     try:
@@ -169,12 +173,28 @@ def run_backward(
         raise RuntimeError(f"{callback_that_raised(e)} cancels a batch after its backward pass (does it accumulate "
                            "gradients?), in a window of several micro-batches: remove it, or use windows of one") from e
 
-def tensors_behind_loss(fit:FitContext)->list:
+def count_items_per_sample(
+    fit:FitContext,
+    samples:int, # Of a micro-batch
+    items:Count, # What its loss averages over
+)->int:
+    """Returns how many items a sample has in the first micro-batch of the fit, in the process where it has most; at
+    least 1, and rounded down to a power of two. Later micro-batches only get the same answer, since to read a count
+    from the GPU, and to exchange it, takes time"""
+    if fit.items_per_sample is None:
+        most = max_over_processes(fit.learn, float(items)/max(samples, 1))
+        fit.items_per_sample = power_of_two(max(int(most), 1))
+    return fit.items_per_sample
+
+def tensors_behind_loss(fit:FitContext, weight:Count)->list:
     """Returns the tensors to which the backward pass of the loss first gives gradients: the outputs of the model, and
-    the parameters of the loss itself, as in a center loss, which are among the extra parameters. A model that computes
-    its loss may return nothing else: then these are all parameters"""
+    the parameters of the loss itself, as in a center loss, which are among the extra parameters. A loss may also reach
+    other parameters, as one that the model computes. So these are all parameters if the weight is known to be 0, which
+    is rare, or if the model returns nothing else"""
     outputs = tensors_in(fit.learn.pred)
-    return [*outputs, *fit.params.extra] if outputs else fit.params.summed
+    is_known = not isinstance(weight, Tensor)
+    params = fit.params.summed if is_known or not outputs else fit.params.extra
+    return [*outputs, *params]
 
 def add_weighted_gradient(fit:FitContext, weight:Count):
     """Runs fastai's backward pass for the loss times its weight, which adds the weighted gradient to `.grad`. During
@@ -185,7 +205,7 @@ def add_weighted_gradient(fit:FitContext, weight:Count):
     # The value of a tensor is not known here, because reading it would wait for the GPU
     may_be_empty = isinstance(weight, Tensor) or weight == 0
     if may_be_empty:
-        with zero_grads_if_empty(tensors_behind_loss(fit), weight): learn._backward()
+        with zero_grads_if_empty(tensors_behind_loss(fit, weight), weight): learn._backward()
     else: learn._backward()
     learn.loss_grad = loss  # without the weight, since training metrics may read it
     fit.processes.after_backward()

@@ -11,7 +11,7 @@ from fastai.basics import *
 from torch.nn.parameter import is_lazy
 
 # %% auto #0
-__all__ = ['global_generators', 'random_states', 'set_random_states', 'owner_of', 'attribute_dicts', 'is_copied', 'restore_value',
+__all__ = ['global_generators', 'random_states', 'set_random_states', 'attribute_dicts', 'is_copied', 'restore_value',
            'AttributeCopy', 'Snapshot']
 
 # %% ../../nbs/windows/01_state.ipynb #4f942e21
@@ -37,23 +37,20 @@ def set_random_states(states:list):
 # %% ../../nbs/windows/01_state.ipynb #1f60037e
 # Attributes and buffers
 
-def owner_of(o):
-    """Returns the object that holds the state of `o`, a module or a loss function:
-
-    - for a `partial` or a loss of fastai's, the owner of the `func` that it calls
-    - for a method, the object that it is bound to
-    - for anything else, `o` itself"""
-    if isinstance(o, (partial,BaseLoss)): return owner_of(o.func)
-    return o.__self__ if isinstance(o, types.MethodType) else o
-
 def attribute_dicts(o)->list[dict]:
-    """Returns the dicts that hold the attributes of a module, function or other object. For a module, these are its
-    `__dict__` and the dict of its buffers, and the same two dicts of each module inside"""
-    owner = owner_of(o)
+    """Returns the dicts that hold the attributes of a module, a loss function or another object:
+
+    - for a module, its `__dict__` and the dict of its buffers, and the same two dicts of each module inside
+    - for a `partial` or a loss of fastai's, its own, and those of the `func` that it calls
+    - for a method, those of the object that it is bound to"""
+    if isinstance(o, (partial,BaseLoss)): return [vars(o), *attribute_dicts(o.func)]
+    owner = o.__self__ if isinstance(o, types.MethodType) else o
     if isinstance(owner, type): return []  # `o` is a class method, and attributes of a class are not state
     if not isinstance(owner, nn.Module): return [getattr(owner, '__dict__', {})]
     res = []
-    for m in owner.modules(): res += [vars(m), m._buffers]
+    for m in owner.modules():
+        if isinstance(m, torch.jit.ScriptModule): continue  # its buffers cannot be copied
+        res += [vars(m), m._buffers]
     return res
 
 def is_copied(o)->bool:

@@ -21,9 +21,10 @@ __all__ = ['Count', 'power_of_two', 'zero_if_empty', 'zero_grads_if_empty', 'Los
 
 # The loss of a micro-batch is a mean over some items: samples, labels, elements. The mean over a window is the sum of
 # loss*items over its micro-batches, divided by the sum of items. Each loss is multiplied by items/unit, its weight,
-# before its backward pass. The unit makes weights near 1, so that a sum is about as large as a mean, and float16 does
-# not overflow. It is a power of two, because dividing by one rounds nothing, and it is the same in all processes. At
-# the end, the sums of losses and gradients are divided by the sum of the weights, so the unit cancels.
+# before its backward pass. The unit is near the number of items in the window, so that the sum of weighted losses is
+# about as large as their mean, and float16 does not overflow: a mask of 224 by 224 pixels has 50,176 items. It is a
+# power of two, because dividing by one rounds nothing, and it is the same in all processes. At the end, the sums of
+# losses and gradients are divided by the sum of the weights, so the unit cancels.
 
 Count = Real|Tensor  # a tensor if it is on a GPU, because reading its value would wait for the GPU
 
@@ -98,6 +99,7 @@ class Window:
     `begin` is called before its first micro-batch, `add` after each one, and `close` before the step"""
     def __init__(self, size:int=1):
         self.size = size
+        self.unit = power_of_two(size)  # of weights. If samples have several items, `set_unit` makes it larger
         self.losses = LossSums()  # over the micro-batches that have run; at the end, over those of all processes
         # `begin` sets these three
         self.is_single = False  # whether this process has only one micro-batch of it, and runs this one as fastai does
@@ -127,13 +129,13 @@ class Window:
 
     def weight_of(self, items:Count|None)->Count:
         """Returns the weight of a loss that averages over `items`: items/unit, for example 24/32 in a window of 32
-        samples. So the sum of the weights of several losses is the weight of the sum of their items. The weight is 1 in
-        two cases:
+        samples with one item each. So the sum of the weights of several losses is the weight of the sum of their items.
+        The weight is 1 in two cases:
 
         - losses are sums (`items` is None), which are added up as they are
         - the loss is the only one in the window, so that it is the mean already"""
         if items is None or self.is_whole: return 1
-        return items/power_of_two(self.size)
+        return items/self.unit
 
     def mean_of(self, losses:LossSums)->Tensor:
         """Returns the mean over some of the losses in this window, from their sums: 0 if they have no items. If these
@@ -156,6 +158,11 @@ class Window:
         self.losses = self.losses._replace(samples=self.losses.samples+samples)
 
 # %% ../../nbs/windows/04_window.ipynb #3ad9e0f7
+@patch
+def set_unit(self:Window, items_per_sample:int):
+    "Called before the first backward pass, with about the number of items that each sample has, a power of two"
+    self.unit = power_of_two(self.size)*items_per_sample
+
 @patch
 def set_totals(self:Window, losses:LossSums):
     "Called after the last micro-batch: replaces the sums of this process by the sums of all processes"
