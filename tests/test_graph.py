@@ -1,5 +1,6 @@
 "What a fit keeps: the state of all that its Learner reaches, in whatever place"
 import queue
+import weakref
 from argparse import Namespace
 
 import pytest
@@ -58,6 +59,25 @@ class Clips(Callback):
         for o in self.weights: o.clamp_(-.3, .3)
 
 
+@callback_situation
+class SetsDecay(Callback):
+    "Holds hyper-parameters of the optimizer, as schedulers of users do"
+    def before_fit(self): self.hypers = self.opt.hypers[-1]
+    def after_step(self): self.hypers['wd'] += .01
+
+
+class Stages(Callback):
+    "Trains on other loaders in each epoch"
+    def __init__(self): self.stages = [fastai_data(), fastai_data()]
+    def before_epoch(self): self.learn.dls = self.stages[self.epoch%2]
+
+
+@situation
+def loaders_of_several_stages():
+    cb = Stages()
+    return train(learner(cb, dls=cb.stages[0]))
+
+
 class OwnOptimizer(Callback):
     "A trained tensor with an optimizer, which has the name of the Learner's own"
     def __init__(self):
@@ -79,10 +99,14 @@ def optimizer_of_a_callback():
         return train(learner(OwnOptimizer()))
 
 
-class Total:
-    "An object with slots"
-    __slots__ = 'mean',
-    def __init__(self): self.mean = 0.
+class Slotted: __slots__ = 'mean',
+
+
+class Total(Slotted):
+    "An object with slots and other attributes"
+    def __init__(self):
+        self.mean = 0.
+        self.n = 0
 
 
 class Seen:
@@ -105,9 +129,10 @@ class Recent(Callback):
         if not self.training: return
         mean = float(self.x.mean())
         self.total.mean += mean
+        self.total.n += 1
         self.recent.append(Seen(mean))
         self.counts['n'] += 1
-        seen = self.total.mean+sum(o.mean for o in self.recent)
+        seen = self.total.mean+self.total.n+sum(o.mean for o in self.recent)
         self.learn.xb = (self.x*(1+.01*seen+.01*self.counts['n']),)
 
 
@@ -454,6 +479,7 @@ class HooksAtStart(Callback):
 class HoldsPython(Callback):
     "Has functions of Python's library, which do not change, a cache, as fastai's loaders of texts, and no generator"
     def __init__(self): self.calls = [os.system, Path().unlink, functools.lru_cache(len), random.SystemRandom()]
+    def before_fit(self): self.owner = weakref.ref(self)
 
 
 @pytest.mark.filterwarnings('error:AutoResume')
