@@ -64,8 +64,8 @@ def syncs_of_windows(case, loss_func, n):
     ('ours', F.cross_entropy, 6),
     ('ours_split', nn.CrossEntropyLoss(reduction='sum'), 5)])
 def test_host_syncs_of_the_first_windows(case, loss_func, first, monkeypatch):
-    """The check of the loss waits for its results, in each window that it compares; then a window has one sync. The first
-    one also waits for the items of a sample, unless the loss is a sum"""
+    """The check of the loss waits for its results, in each window that it compares; then a window has one sync. The
+    first one also waits for the items of a sample, unless the loss is a sum"""
     monkeypatch.setattr(LossCheck, 'n_windows', 3)
     assert syncs_of_windows(case, loss_func, 5) == [first, 5, 5, 1, 1]
 
