@@ -3,7 +3,7 @@ import pytest
 
 from common import *
 from stateful import *
-from fastxtend_accum.windows.state import Snapshot
+from fastxtend_accum.windows.state import Snapshot, attribute_dicts
 
 
 def inputs():
@@ -144,6 +144,10 @@ def test_the_attributes_of_a_loss_of_fastai_are_restored():
     snapshot = Snapshot(loss)
     loss.n = 1
     with snapshot: assert loss.n == 0
+
+
+def test_a_loss_of_torch_jit_has_no_state_that_can_be_copied():
+    assert attribute_dicts(torch.jit.script(nn.MSELoss())) == []
 
 
 @pytest.mark.parametrize('wrap', [
