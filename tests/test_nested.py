@@ -89,20 +89,6 @@ def test_parts_are_of_nearly_equal_size_and_none_is_larger_than_the_first(n, n_p
     assert sizes[0] == max(sizes) <= min(sizes)+1
 
 
-def test_a_slice_has_the_structure_and_types_of_the_batch():
-    x = torch.rand(6, 2)
-    y = torch.rand(6)
-    batch = [Encoding(ids=x, deep=[x, (y,)]), Pair(x, y)]
-    res = slice_rows(batch, 2, 5, 6)
-    assert type(res) is list
-    encoding, pair = res
-    assert type(encoding) is Encoding
-    assert type(pair) is Pair
-    assert_same(encoding['ids'], x[2:5])
-    assert_same(encoding['deep'][1][0], y[2:5])
-    assert_same(pair.b, y[2:5])
-
-
 @pytest.mark.parametrize('for_all', ['name', b'name', None, 2.5, tensor(1.)])
 def test_what_is_the_same_for_all_samples_is_not_sliced(for_all):
     assert slice_rows(for_all, 2, 5, 6) == for_all
