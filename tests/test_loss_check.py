@@ -168,17 +168,17 @@ def in_mixed_precision(): return 4, [GradientAccumulation(16), CpuMixedPrecision
 WAYS = [in_windows, in_micro_batches, in_growing_windows, in_mixed_precision]
 
 
-@pytest.mark.parametrize('make, name', paired(WAYS, ['combined', 'batch_dice', 'wrapped_weights']))
-def test_a_fit_warns_once_of_a_loss_that_is_not_exact(name, make):
-    said = warnings_of(learner_of_maps(INEXACT[name], *make()), 2)
+INEXACT_IN_FIT = ['combined', 'batch_dice', 'wrapped_weights']
+EXACT_IN_FIT = ['focal', 'dice', 'wrapped']
+
+
+@pytest.mark.parametrize('make, inexact, exact', paired(WAYS, INEXACT_IN_FIT, EXACT_IN_FIT))
+def test_a_fit_warns_once_of_a_loss_that_is_not_exact_and_of_no_other(make, inexact, exact):
+    said = warnings_of(learner_of_maps(INEXACT[inexact], *make()), 2)
     assert len(said) == 1
     assert said[0].startswith('accumulation is not exact for this loss')
     assert 'GradientCache' in said[0]
-
-
-@pytest.mark.parametrize('make, name', paired(WAYS, ['focal', 'dice', 'wrapped']))
-def test_a_fit_does_not_warn_of_a_loss_that_is_exact(name, make):
-    assert warnings_of(learner_of_maps(EXACT[name], *make()), 2) == []
+    assert warnings_of(learner_of_maps(EXACT[exact], *make()), 2) == []
 
 
 def of_kept(pred, targ):
@@ -287,16 +287,6 @@ def test_the_fit_after_an_interrupt_or_lr_find_checks_its_own_loss(next_name, n_
     assert len(warnings_of(learn)) == n_warnings
 
 
-def test_micro_batches_of_different_losses_are_not_compared(monkeypatch):
-    "A callback makes a new loss for each batch"
-    compared = []
-    monkeypatch.setattr(loss_check, 'is_inexact', lambda loss_func, kept: compared.append(loss_func))
-    def exchange(self): self.learn.loss_func = partial(of_all)
-    exchanges = At('before_batch', exchange, 20)
-    fit(learner_of(labelled(16*4), 4, [GradientAccumulation(16), exchanges], of_all), 1)
-    assert compared == []
-
-
 def twice_the_sqrt(pred, targ):
     return 2*sqrt_of_mean(pred, targ)
 
@@ -305,11 +295,16 @@ class OfRoot:
     def loss(self, pred, targ): return sqrt_of_mean(pred, targ)
 
 
-def test_a_method_that_is_set_again_for_each_batch_is_the_same_loss():
+@pytest.mark.parametrize('loss_of, n_warnings', [
+    (lambda owner: partial(owner.loss), 0),  # is another one each time
+    (lambda owner: owner.loss, 1)])
+def test_micro_batches_are_compared_if_they_have_the_same_loss(loss_of, n_warnings):
+    "A callback sets it again for each batch"
     owner = OfRoot()
-    def exchange(self): self.learn.loss_func = owner.loss
-    exchanges = At('before_batch', exchange, 20)
-    assert len(warnings_of(learner_of(labelled(16*4), 4, [GradientAccumulation(16), exchanges], owner.loss))) == 1
+    def exchange(self): self.learn.loss_func = loss_of(owner)
+    cbs = [GradientAccumulation(16), At('before_batch', exchange, 20)]
+    learn = learner_of(labelled(16*4), 4, cbs, loss_of(owner))
+    assert len(warnings_of(learn)) == n_warnings
 
 
 @pytest.mark.parametrize('first', [of_all, twice_the_sqrt])
