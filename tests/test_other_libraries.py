@@ -36,36 +36,16 @@ def test_buffers_without_a_shape(make_cb):
     assert_same_weights(ours, plain, FLOAT32)
 
 
-# What works in place
+# What works in place, and what makes several rows of each sample
 
-class InPlace(nn.Module):
+class InPlace(nn.Sequential):
     "Its first layer works in place, as tsai's TSTPlus sets missing values to 0"
-    def __init__(self):
-        super().__init__()
-        self.m = model()
-
-    def forward(self, x): return self.m(x.mul_(.5))
+    def forward(self, x): return super().forward(x.mul_(.5))
 
 
-def test_a_cache_of_a_model_that_works_in_place():
-    "Its micro-batches are views of one batch"
-    def train(*cbs): return fit(make_learner(32, n=88, m=InPlace(), cbs=cbs), 2)
-    plain = train()
-    cached = train(GradientCache(8))
-    assert_same_weights(cached, plain, ROUNDING)
-    assert_same(losses(cached), losses(plain), FLOAT32)
-    assert_moved(plain)
-
-
-# Several rows for each sample
-
-class Crops(nn.Module):
+class Crops(nn.Sequential):
     "Two rows for each sample, as in SwAV and DINO"
-    def __init__(self):
-        super().__init__()
-        self.m = model()
-
-    def forward(self, x): return self.m(torch.cat([x, x.flip(1)]))
+    def forward(self, x): return super().forward(torch.cat([x, x.flip(1)]))
 
 
 def loss_of_pairs(pred, targ):
@@ -73,10 +53,15 @@ def loss_of_pairs(pred, targ):
     return ((one-other)**2).mean().float()
 
 
-def test_a_cache_that_splits_nothing_does_not_join_several_rows_of_a_sample():
-    def train(*cbs): return fit(make_learner(32, m=Crops(), loss_func=loss_of_pairs, cbs=cbs), 2)
+@pytest.mark.parametrize('kind, loss_func, size, tol', [
+    (InPlace, mse, 8, ROUNDING),  # its micro-batches are views of one batch
+    (Crops, loss_of_pairs, 32, 0.)])  # nothing is split, so the rows of a sample are not joined
+def test_a_cache_equals_the_plain_fit(kind, loss_func, size, tol):
+    def train(*cbs): return fit(make_learner(32, n=88, m=kind(*model()), loss_func=loss_func, cbs=cbs), 2)
     plain = train()
-    assert_same_weights(train(GradientCache(32)), plain)
+    cached = train(GradientCache(size))
+    assert_same_weights(cached, plain, tol)
+    assert_same(losses(cached), losses(plain), FLOAT32)
     assert_moved(plain)
 
 
