@@ -65,14 +65,8 @@ def convolutions():
 
 
 def make_images(self):
+    "CutMix needs them"
     self.learn.xb = (self.x[:, None, None],)
-
-
-class Images(Callback):
-    "CutMix needs images"
-    order = -1
-    def before_batch(self):
-        make_images(self)
 
 
 def spoil_loss(self):
@@ -114,7 +108,7 @@ TRIED = dict(
     HookCallback=(ANY_KIND, hook_outputs, {}),
     ActivationStats=(['whole'], notes(ActivationStats, mean_of_activations), {}),
     MixUp=(['split'], MixUp, MAKES_BATCHES),
-    CutMix=(['split'], lambda: [CutMix(), Images()], MAKES_BATCHES),
+    CutMix=(['split'], lambda: [CutMix(), At('before_batch', make_images, order=-1)], MAKES_BATCHES),
     MCDropoutCallback=(
         ANY_KIND, drop_in_validation, dict(make_args=lambda: dict(m=Scaled(*model(), DropsInValidation())))),
     ProgressCallback=(WHOLE_BATCHES, notes(ProgressCallback, lambda cb: [[cb.pbar.total]], 'after_batch'), IN_FIT),

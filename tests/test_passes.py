@@ -2,7 +2,7 @@
 them it is one batch, as in the plain Learner (windows/events.py, memory/micro_batches.py)"""
 import pytest
 
-from callback_fits import At
+from callback_fits import At, Scaled
 from common import *
 from limited_memory import OutOfMemory
 from fastxtend_accum.windows.events import autocast_depth
@@ -72,44 +72,27 @@ def test_mixed_precision_leaves_as_many_contexts_as_it_enters_where_batches_are_
 
 # Whatever else a callback sets up
 
-class ScalesOutput(nn.Module):
-    factor = 1.
-
-    def forward(self, x):
-        return x*self.factor
-
-
-def scaled_model():
-    "Returns a model whose last layer is a factor"
-    m = model()
-    m.append(ScalesOutput())
-    return m
-
-
 class OwnFactor(Callback):
-    "Sets a factor in `before_batch`, and takes it back in `event`"
+    "Sets a factor in `before_batch`, and takes it back in `after_batch`"
     run_valid = False
-
-    def __init__(self, event):
-        self.n_set_up = 0
-        setattr(self, event, self.take_back)
+    n_set_up = 0
 
     def before_batch(self):
         self.n_set_up += 1
-        self.model[-1].factor = 2.
+        self.model.scale = 2.
 
-    def take_back(self):
-        self.model[-1].factor = 1.
+    def after_batch(self):
+        self.model.scale = 1.
 
 
 @pytest.mark.parametrize('several_passes', [in_micro_batches, in_split_windows])
 def test_what_a_callback_sets_up_for_a_batch_holds_in_each_pass(several_passes):
     "It is set up once; there is nothing to warn of, and a warning would be an error here"
-    cb = OwnFactor('after_batch')
-    plain = fit(make_learner(32, m=scaled_model(), cbs=OwnFactor('after_batch')), 2)
-    ours = fit(make_learner(32, m=scaled_model(), cbs=[cb, *several_passes()]), 2)
-    assert cb.n_set_up == 6
-    assert_apart(plain, fit(make_learner(32, m=scaled_model()), 2))
+    def train(*cbs): return fit(make_learner(32, m=Scaled(*model()), cbs=cbs), 2)
+    plain = train(OwnFactor())
+    ours = train(OwnFactor(), *several_passes())
+    assert ours.own_factor.n_set_up == 6
+    assert_apart(plain, train())
     assert_same_weights(ours, plain, ROUNDING)
 
 

@@ -94,15 +94,6 @@ def test_a_loader_of_tables_is_smaller_if_it_does_not_draw_by_weights():
     assert not can_be_smaller(dl.new(shuffle=True), 4)
 
 
-class Interrupts(Callback):
-    "Raises an error in its second batch in validation"
-    run_train = False
-    n = 0
-    def after_pred(self):
-        self.n += 1
-        if self.n == 2: raise KeyboardInterrupt
-
-
 def test_a_learner_validates_that_shares_its_callback_with_one_made_later():
     learn, _ = learner_of(8)
     fit(learn, 1)
@@ -111,12 +102,15 @@ def test_a_learner_validates_that_shares_its_callback_with_one_made_later():
     assert abs(predicted(learn)[0]-expected) < FLOAT32
 
 
+class ValidationFault(Fault): run_train = False
+
+
 @pytest.mark.parametrize('method', ['validate', 'get_preds', 'fit'])
 def test_an_interrupt_in_validation_leaves_nothing(method):
     learn, memory = learner_of(8)
     fit(learn, 1)
     args = [1] if method == 'fit' else []
-    interrupts = Interrupts()
+    interrupts = ValidationFault(KeyboardInterrupt, 'after_pred', 2, 0)
     learn.add_cb(interrupts)
     with quiet(learn), pytest.raises(KeyboardInterrupt): getattr(learn, method)(*args)
     assert_nothing_left(learn)
