@@ -151,11 +151,6 @@ def test_a_window_that_begins_with_carried_batches_has_the_size_of_where_it_bega
 
 # The batches of an epoch
 
-def epoch_batches(dl, size=16):
-    plan = plan_of(loader_info(dl), size)
-    return EpochBatches(dl, plan, [])
-
-
 def test_batches_are_the_loader_to_callbacks():
     "They find and set its attributes, and read its batches; `len` is that of fastai's loop, at least 1"
     dl = sized()
@@ -282,7 +277,9 @@ class Understated(OneBuffer):
 
 def test_beyond_the_announced_length_pieces_have_the_size_of_their_windows():
     "It is that of the end of the epoch, which is half of the fit"
-    batches = epoch_batches(Understated(*data(88)), lambda pct: 4 if pct <= .5 else 8)
+    dl = Understated(*data(88))
+    plan = plan_of(loader_info(dl), lambda pct: 4 if pct <= .5 else 8)
+    batches = EpochBatches(dl, plan, [])
     with batches.reading():
         while batches.advance(): assert batches.current.samples == batches.plan.window_size(batches.samples_read) == 4
 

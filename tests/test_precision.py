@@ -105,10 +105,6 @@ def half_learner(bs, *cbs, dtype=torch.bfloat16, n=96):
     return make_learner(bs, n=n, m=model().to(dtype), loss_func=float32_loss, cbs=cbs)
 
 
-def data_in(dtype, n, seed=1):
-    return [o.to(dtype) for o in data(n, seed)]
-
-
 def micro_batches_of(samples, micro):
     "Returns the samples of each micro-batch. They begin at multiples of `micro`, and where an epoch does"
     res = []
@@ -139,7 +135,7 @@ def add_up_in_float32(m, inputs, targets, parts, size):
 def train_by_hand(steps, micro, size=32, dtype=torch.bfloat16, n=96):
     "Returns the gradients of each step, and the weights after the last"
     m = model().to(dtype)
-    inputs, targets = data_in(dtype, n)
+    inputs, targets = [o.to(dtype) for o in data(n)]
     opt = sgd(m.parameters())
     grads = []
     for samples, _ in steps:
