@@ -23,8 +23,7 @@ from .window import Count,LossSums,Window,power_of_two,zero_grads_if_empty,zero_
 
 # %% auto #0
 __all__ = ['FitContext', 'forward_backward', 'compute_loss_and_count', 'items_of_loss', 'note_replaced_loss', 'run_backward',
-           'count_items_per_sample', 'tensors_behind_loss', 'add_weighted_gradient', 'weigh_own_gradient',
-           'callback_that_raised']
+           'tensors_behind_loss', 'add_weighted_gradient', 'weigh_own_gradient', 'callback_that_raised']
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #bf1f6dd7
 class FitContext:
@@ -150,7 +149,7 @@ def run_backward(
     learn = fit.learn
     learn.loss = zero_if_empty(items, learn.loss)  # for loggers: in fastai, a mean over nothing is NaN
     is_first = not window.is_whole and window.losses.n_micro == 0
-    if is_first and items is not None: window.set_unit(count_items_per_sample(fit, samples, items))
+    if is_first and items is not None: window.set_unit(fit.count_items_per_sample(samples, items))
     weight = window.weight_of(items)
     contribution = LossSums(1, samples, learn.loss.detach()*weight, items)
     try:
@@ -173,18 +172,18 @@ def run_backward(
         raise RuntimeError(f"{callback_that_raised(e)} cancels a batch after its backward pass (does it accumulate "
                            "gradients?), in a window of several micro-batches: remove it, or use windows of one") from e
 
-def count_items_per_sample(
-    fit:FitContext,
+@patch
+def count_items_per_sample(self:FitContext,
     samples:int, # Of a micro-batch
     items:Count, # What its loss averages over
 )->int:
     """Returns how many items a sample has in the first micro-batch of the fit, in the process where it has most; at
     least 1, and rounded down to a power of two. Later micro-batches only get the same answer, since to read a count
     from the GPU, and to exchange it, takes time"""
-    if fit.items_per_sample is None:
-        most = max_over_processes(fit.learn, float(items)/max(samples, 1))
-        fit.items_per_sample = power_of_two(max(int(most), 1))
-    return fit.items_per_sample
+    if self.items_per_sample is None:
+        most = max_over_processes(self.learn, float(items)/max(samples, 1))
+        self.items_per_sample = power_of_two(max(int(most), 1))
+    return self.items_per_sample
 
 def tensors_behind_loss(fit:FitContext, weight:Count)->list:
     """Returns the tensors to which the backward pass of the loss first gives gradients: the outputs of the model, and
